@@ -1,0 +1,156 @@
+"""What pdkv asks of the outside: a data plane, a control plane, and events to wait for.
+
+Everything here is a `typing.Protocol`: an implementation imports nothing of pdkv but the records
+it passes. Refuses to know any transfer engine or socket library. Layer 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, runtime_checkable
+
+import msgspec
+
+from pdkv.layout import MemoryRegion
+from pdkv.plan import Runs
+
+__all__ = [
+    "BackendLimits",
+    "Capabilities",
+    "Completion",
+    "ControlChannel",
+    "ReadyEvent",
+    "TransferBackend",
+]
+
+
+class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
+    """What a backend can do. Every field defaults to no; the conformance suite proves each yes.
+
+    notifications: `post` delivers its notification at the peer after the data, at most once.
+    completion_is_remote: a completion says that the data is in the peer's memory.
+    host_memory, device_memory: what may be registered.
+    fenced_by_disconnect: after `disconnect` returned, nothing posted earlier can land any more.
+    """
+
+    notifications: bool = False
+    completion_is_remote: bool = False
+    host_memory: bool = False
+    device_memory: bool = False
+    fenced_by_disconnect: bool = False
+
+
+class BackendLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one post, and of what may be in flight. The caller splits and waits."""
+
+    max_runs_per_post: int = 1 << 20
+    max_nbytes_per_post: int = 1 << 40
+    max_in_flight: int = 1024
+
+
+class Completion(msgspec.Struct, frozen=True):
+    """The end of one posted transfer.
+
+    With an `error` the transfer is *unsettled* unless `quiet`: parts of it may have landed, and
+    may still land. Only `quiet` says that no byte of it will move from now on.
+    """
+
+    transfer_id: int
+    error: str = ""
+    quiet: bool = True
+
+
+@runtime_checkable
+class TransferBackend(Protocol):
+    """The data plane of one process: one-sided writes into memory that a peer registered.
+
+    Calls come from one thread. `post` hands the work over and returns: what ends later is told by
+    `poll`. Errors are `TransferError`; a full queue is not one: `post` returns None, try later.
+    No head arithmetic, no protocol and no clock belong here.
+    """
+
+    @property
+    def name(self) -> str:
+        """The name under which `get_backend` finds it; both sides of a pair must agree on it."""
+
+    @property
+    def capabilities(self) -> Capabilities: ...
+
+    @property
+    def limits(self) -> BackendLimits: ...
+
+    def register(self, regions: Sequence[MemoryRegion]) -> None:
+        """Make memory reachable. Each byte at most once per process, before `metadata`."""
+
+    def deregister(self, regions: Sequence[MemoryRegion]) -> None:
+        """Take memory back. This is no fence: a peer's write in flight may still land."""
+
+    def metadata(self) -> bytes:
+        """What a peer needs for `connect`; opaque, at most some tens of kB."""
+
+    def connect(self, metadata: bytes) -> str:
+        """Get ready to write to a peer; returns the peer's key. Idempotent for equal metadata.
+
+        Raises TransferError for metadata that is malformed or whose process can't be reached.
+        """
+
+    def disconnect(self, peer: str) -> None:
+        """Forget a peer. Only when nothing is in flight to it; unknown peers are ignored."""
+
+    def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
+        """Write each run, then deliver `notification` (empty: none). Returns a transfer id.
+
+        Every run must lie in memory that is registered on its side: TransferError otherwise, and
+        then nothing was moved. An error that leaves the transfer unsettled comes out of `poll`.
+        """
+
+    def poll(self) -> Sequence[Completion]:
+        """Make progress; transfers that ended since the last call, each once. Never blocks."""
+
+    def notifications(self) -> Sequence[bytes]:
+        """Notifications that arrived since the last call, in order of arrival. Never blocks."""
+
+    def notify(self, peer: str, notification: bytes) -> None:
+        """Deliver a notification that goes with no data."""
+
+    def close(self) -> None:
+        """Give everything back. Idempotent."""
+
+
+@runtime_checkable
+class ControlChannel(Protocol):
+    """The control plane of one process: frames to addresses, in order, possibly lost at the end.
+
+    Keeps no meaning of a frame and no identity of a peer: both are in the frame. `send` and
+    `receive` come from one thread, `wake` from any.
+    """
+
+    @property
+    def address(self) -> str:
+        """Where peers send to."""
+
+    def send(self, address: str, frame: bytes) -> bool:
+        """Hand a frame over without blocking; False when the way to that address is full."""
+
+    def receive(self, max_frames: int) -> Sequence[bytes]:
+        """Frames that arrived, oldest first. Never blocks."""
+
+    def wait(self, timeout_s: float) -> None:
+        """Block until a frame can be received, `wake` was called, or the time is over."""
+
+    def wake(self) -> None:
+        """End a `wait` in another thread, or the next one."""
+
+    def forget(self, address: str) -> None:
+        """Close the way to an address, dropping what was not sent. Unknown ones are ignored."""
+
+    def close(self) -> None:
+        """Give sockets back. Idempotent."""
+
+
+@runtime_checkable
+class ReadyEvent(Protocol):
+    """Fires when the source of a write is complete; `torch.cuda.Event` is one."""
+
+    def query(self) -> bool:
+        """True once everything before the event is done."""
