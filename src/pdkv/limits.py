@@ -1,0 +1,55 @@
+"""Every bound and deadline of the library, in one value, with their relations checked.
+
+Seconds end in `_s`, counts begin with `max_`. Layer 0.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdkv.errors import ConfigError
+
+__all__ = ["Limits"]
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one node. The defaults suit one data centre; tests shorten them.
+
+    handshake_s: from `submit` until every writer answered Hello.
+    bootstrap_s: from `open` until every reader's TransferInfo is in.
+    queued_s: how long a request may wait for a peer's engine to start computing it.
+    progress_s: between two signs of progress of a running transfer.
+    keepalive_s, peer_lost_s: how often a peer is told that this node lives, and how long a silent
+        peer counts as alive. One lost frame must not lose a peer, hence the factor of 3.
+    resend_s: an unanswered idempotent message (Hello, TransferInfo, Abort) goes out again.
+    ask_s: a transfer without news asks its writers what they have sent.
+    unknown_room_s: how long a TransferInfo waits for the engine to open its room.
+    """
+
+    handshake_s: float = 30.0
+    bootstrap_s: float = 120.0
+    queued_s: float = 600.0
+    progress_s: float = 60.0
+    keepalive_s: float = 1.0
+    peer_lost_s: float = 10.0
+    resend_s: float = 1.0
+    ask_s: float = 2.0
+    unknown_room_s: float = 120.0
+
+    max_live_requests: int = 65_536
+    max_unknown_rooms: int = 16_384
+    max_tombstones: int = 65_536
+    max_peers: int = 4_096
+    max_frames_per_step: int = 256
+    max_pages_per_request: int = 1 << 22
+    max_quarantined_requests: int = 1_024
+    max_quarantined_requests_per_peer: int = 256
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"limit {name} must be positive, got {getattr(self, name)}")
+        if self.peer_lost_s < 3 * self.keepalive_s:
+            raise ConfigError("peer_lost_s must be at least 3 * keepalive_s")
+        if self.max_quarantined_requests_per_peer > self.max_quarantined_requests:
+            raise ConfigError("max_quarantined_requests_per_peer exceeds max_quarantined_requests")

@@ -1,0 +1,124 @@
+"""Ranks of one engine never differ in what their scheduler sees: votes, and their fold.
+
+The engine carries the votes over its own collective; this module calls none. Every rank folds the
+same votes and applies the same verdicts in the same order. Layer 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from pdkv.errors import RemoteProtocolError
+from pdkv.protocol import Identity
+from pdkv.request.states import KVPoll
+
+__all__ = ["Key", "OpenKey", "Verdict", "Vote", "agree", "decode_votes", "encode_votes"]
+
+
+class OpenKey(msgspec.Struct, frozen=True, array_like=True, tag="open", order=True):
+    """A prefill handle before it is bound: the n-th `open` of a room in this engine's life."""
+
+    room: int
+    open_count: int
+
+
+Key = Identity | OpenKey
+
+
+class Vote(msgspec.Struct, frozen=True, array_like=True):
+    """What one rank knows of one request and its group has not applied yet.
+
+    `candidate`: the identity whose TransferInfos are complete here (prefill, before binding).
+    `terms`: (num_tokens, decode_prefix_len) as this rank was told; ranks that differ fail.
+    """
+
+    poll: int
+    released: bool = False
+    cause: str = ""
+    candidate: Identity | None = None
+    terms: tuple[int, int] = (0, 0)
+
+
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What every rank of the group applies."""
+
+    key: OpenKey | Identity
+    poll: int
+    released: bool
+    cause: str = ""
+    identity: Identity | None = None
+
+
+def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
+    """Fold the votes of all ranks, one mapping per rank, into verdicts in key order.
+
+    A key unknown on some rank is undecided, but Failed absorbs unknown. Success needs all ranks;
+    memory is released when every rank has it quiet.
+    """
+    keys = {key for rank in votes for key in rank}
+    verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in sorted(keys, key=_order))
+    return tuple(verdict for verdict in verdicts if verdict is not None)
+
+
+def _order(key: Key) -> tuple[object, ...]:
+    kind = 0 if isinstance(key, OpenKey) else 1
+    return (kind, *msgspec.structs.astuple(key))
+
+
+def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
+    known = [vote for vote in votes if vote is not None]
+    complete = len(known) == len(votes)
+    released = complete and all(vote.released for vote in known)
+    failed = next((vote for vote in known if vote.poll == KVPoll.Failed), None)
+    if failed is not None:
+        return Verdict(key, KVPoll.Failed, released, failed.cause)
+    if len({vote.terms for vote in known}) > 1:
+        terms = sorted({vote.terms for vote in known})
+        cause = f"ranks of one engine differ in (num_tokens, decode_prefix_len): {terms}"
+        return Verdict(key, KVPoll.Failed, False, cause)
+    if not complete:
+        return None
+    poll = min(vote.poll for vote in known)
+    candidates = {vote.candidate for vote in known}
+    if isinstance(key, OpenKey):
+        # A newer attempt may have reached some ranks first: wait until all have the same one.
+        if poll < KVPoll.WaitingForInput or len(candidates) > 1:
+            return None
+        return Verdict(key, poll, False, identity=known[0].candidate)
+    return Verdict(key, poll, released)
+
+
+    vote: Vote
+    identity: Identity | None = None
+    open_key: OpenKey | None = None
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(list[_Entry])
+
+
+def encode_votes(votes: Mapping[Key, Vote]) -> bytes:
+    """The bytes that a rank gives to its engine's collective."""
+    return _encoder.encode(
+        [
+            _Entry(vote, open_key=key) if isinstance(key, OpenKey) else _Entry(vote, key)
+            for key, vote in votes.items()
+        ]
+    )
+
+
+def decode_votes(data: bytes) -> dict[Key, Vote]:
+    """The inverse of `encode_votes`; RemoteProtocolError for anything else."""
+    try:
+        entries = _decoder.decode(data)
+    except msgspec.MsgspecError as error:
+        raise RemoteProtocolError(f"malformed votes: {error}") from None
+    votes: dict[Key, Vote] = {}
+    for entry in entries:
+        key: Key | None = entry.open_key or entry.identity
+        if key is None:
+            raise RemoteProtocolError("vote without a key")
+        votes[key] = entry.vote
+    return votes
