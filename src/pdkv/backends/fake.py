@@ -8,6 +8,7 @@ something. Layer 4, no third-party package of its own.
 from __future__ import annotations
 
 import itertools
+import re
 import uuid
 from collections.abc import Sequence
 
@@ -19,7 +20,7 @@ from pdkv.plan import Runs
 
 __all__ = ["FakeBackend"]
 
-_PREFIX = b"pdkv-fake:"
+_METADATA = re.compile(rb"pdkv-fake:(.*-[0-9a-f]{32})")
 
 
 class FakeBackend:
@@ -48,13 +49,14 @@ class FakeBackend:
 
     def metadata(self) -> bytes:
         """The name of this fake."""
-        return _PREFIX + self._key.encode()
+        return b"pdkv-fake:" + self._key.encode()
 
     def connect(self, metadata: bytes) -> str:
         """Accept another fake."""
-        if not metadata.startswith(_PREFIX):
+        match = _METADATA.fullmatch(metadata)
+        if match is None:
             raise TransferError("not the metadata of a fake backend")
-        peer = metadata.removeprefix(_PREFIX).decode(errors="replace")
+        peer = match[1].decode(errors="replace")
         self._peers.add(peer)
         return peer
 

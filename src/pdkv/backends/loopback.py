@@ -25,8 +25,6 @@ from pdkv.plan import Runs
 
 __all__ = ["LoopbackBackend", "LoopbackFabric", "LoopbackFaults"]
 
-_PREFIX = b"pdkv-loopback:"
-
 
 class LoopbackFabric:
     """The wire between backends of one process."""
@@ -35,6 +33,7 @@ class LoopbackFabric:
         self._lock = threading.RLock()
         self._nodes: dict[str, LoopbackBackend] = {}
         self._num_joined = itertools.count()
+        self._prefix = b"pdkv-loopback:%x:" % id(self)
 
     def _join(self, node: LoopbackBackend, name: str) -> str:
         with self._lock:
@@ -120,13 +119,14 @@ class LoopbackBackend:
 
     def metadata(self) -> bytes:
         """The key of this backend on its fabric."""
-        return _PREFIX + self._key.encode()
+        return self._fabric._prefix + self._key.encode()
 
     def connect(self, metadata: bytes) -> str:
         """Find a peer on the fabric."""
-        peer = metadata.removeprefix(_PREFIX).decode(errors="replace")
+        prefix = self._fabric._prefix
+        peer = metadata.removeprefix(prefix).decode(errors="replace")
         with self._fabric._lock:
-            if not metadata.startswith(_PREFIX) or peer not in self._fabric._nodes:
+            if not metadata.startswith(prefix) or peer not in self._fabric._nodes:
                 raise TransferError("metadata of no backend on this fabric")
             self._peers.add(peer)
         return peer

@@ -1,0 +1,1 @@
+"""Public test tools: import the module that you need. Layer 6."""
