@@ -79,8 +79,15 @@ class Pair:
         return ids[0]
 
     def progress(self) -> None:
-        """Let both sides act. The reader looks first, so that it sees what comes too early."""
-        self.arrived += self.reader.notifications()
+        """Let both sides act, the reader first.
+
+        When something arrived the writer doesn't act in this call: a check then sees the reader's
+        memory as it was at that moment, and a notification that came too early is found out.
+        """
+        arrived = self.reader.notifications()
+        self.arrived += arrived
+        if arrived:
+            return
         self.completions += self.writer.poll()
         self.reader.poll()
 
