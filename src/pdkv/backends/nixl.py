@@ -266,23 +266,23 @@ class NixlBackend:
         A NIXL list has one kind of memory. With several handles none may carry the notification,
         because only all of them together are the data.
         """
-        remote = self._peers[peer].memory
-        local_rows = np.stack((runs.src, runs.nbytes, self._memory.device_ids[src]), axis=1)
-        remote_rows = np.stack((runs.dst, runs.nbytes, remote.device_ids[dst]), axis=1)
-        kinds = 2 * self._memory.is_vram[src] + remote.is_vram[dst]
-        present = np.unique(kinds).tolist()
+        local, remote = self._memory, self._peers[peer].memory
+        local_rows = local.descriptors(runs.src, runs.nbytes, src)
+        remote_rows = remote.descriptors(runs.dst, runs.nbytes, dst)
         transfer = _Transfer(transfer_id=next(self._ids), peer=peer, handles=[])
-        if len(present) > 1:
+        groups: list[tuple[str, str, Any]] = [(local.segment, remote.segment, slice(None))]
+        if not (local.segment and remote.segment):
+            groups = _split(local.is_vram[src], remote.is_vram[dst])
+        if len(groups) > 1:
             transfer.notification, notification = notification, b""
+        describe = self._agent.get_xfer_descs
         try:
             with _translated("post"):
-                for kind in present:
-                    rows = slice(None) if len(present) == 1 else kinds == kind
-                    descriptors = self._agent.get_xfer_descs
+                for src_segment, dst_segment, rows in groups:
                     handle = self._agent.initialize_xfer(
                         "WRITE",
-                        descriptors(local_rows[rows], ("DRAM", "VRAM")[kind // 2]),
-                        descriptors(remote_rows[rows], ("DRAM", "VRAM")[kind % 2]),
+                        describe(local_rows[rows], src_segment),
+                        describe(remote_rows[rows], dst_segment),
                         peer,
                         notification,
                     )
@@ -351,6 +351,15 @@ class NixlBackend:
         # NIXL keeps what it could not release and tries again when the agent ends.
         with contextlib.suppress(Exception):
             self._agent.release_xfer_handle(handle)
+
+
+def _split(
+    src_is_vram: npt.NDArray[np.bool_], dst_is_vram: npt.NDArray[np.bool_]
+) -> list[tuple[str, str, Any]]:
+    """(kind of memory at src, at dst, which rows) for each pair of kinds that is present."""
+    kinds = 2 * src_is_vram.astype(np.intp) + dst_is_vram
+    segments = ("DRAM", "VRAM")
+    return [(segments[k // 2], segments[k % 2], kinds == k) for k in np.unique(kinds).tolist()]
 
 
 @contextlib.contextmanager

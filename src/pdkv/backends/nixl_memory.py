@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.backends.regions import RegionTable
 from pdkv.errors import TransferError
@@ -20,9 +21,10 @@ __all__ = ["Memory", "decode_metadata", "encode_metadata", "rows_by_segment"]
 
 
 class Memory:
-    """One process's registered memory. By index into `table.regions`:
+    """One process's registered memory.
 
-    is_vram: bool [num_regions]; device_ids: uint64 [num_regions], as NIXL wants them.
+    By index into `table.regions`: is_vram, bool [num_regions]; device_ids, uint64 [num_regions].
+    segment: the one kind of all regions, or "" where there are both.
     """
 
     def __init__(self, regions: Sequence[MemoryRegion] = ()) -> None:
@@ -34,6 +36,21 @@ class Memory:
         kinds = [_segment(r.device) for r in self.table.regions]
         self.is_vram = np.array([segment == "VRAM" for segment, _ in kinds], np.bool_)
         self.device_ids = np.array([device_id for _, device_id in kinds], np.uint64)
+        segments = {segment for segment, _ in kinds}
+        self.segment = segments.pop() if len(segments) == 1 else ""
+
+    def descriptors(
+        self,
+        addresses: npt.NDArray[np.uint64],
+        nbytes: npt.NDArray[np.uint64],
+        index: npt.NDArray[np.intp],
+    ) -> npt.NDArray[np.uint64]:
+        """NIXL's rows (address, nbytes, device number) of runs in the regions `index`."""
+        rows = np.empty((len(addresses), 3), np.uint64)
+        rows[:, 0] = addresses
+        rows[:, 1] = nbytes
+        rows[:, 2] = self.device_ids[index]
+        return rows
 
 
 def rows_by_segment(

@@ -25,7 +25,8 @@ class RegionTable:
 
     def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
         self._regions: tuple[MemoryRegion, ...] = ()
-        self._starts = self._ends = np.empty(0, np.uint64)
+        self._starts = np.empty(0, np.uint64)
+        self._ends = np.zeros(1, np.uint64)
         self.add(tuple(regions))
 
     @property
@@ -57,27 +58,23 @@ class RegionTable:
 
         Raises TransferError, naming `side`, for the first run that no single region holds.
         """
-        if not self._regions:
-            if len(addresses):
-                raise TransferError(f"{side}: no memory is registered")
-            return np.empty(0, np.intp)
-        index = np.searchsorted(self._starts, addresses, side="right") - 1
-        # Index -1 picks the last region: its start is above the address, so `inside` is False.
-        # Sizes are compared with what is left of the region, since address + nbytes can wrap.
-        inside = (self._starts[index] <= addresses) & (addresses <= self._ends[index])
-        inside &= nbytes <= self._ends[index] - np.minimum(addresses, self._ends[index])
+        # Number 0 stands for "before every region": it ends at 0, so nothing is inside. Sizes are
+        # compared with what is left of the region, since address + nbytes can wrap.
+        number = self._starts.searchsorted(addresses, side="right")
+        end = self._ends[number]
+        inside = (addresses <= end) & (nbytes <= end - addresses)
         if not inside.all():
             i = int(np.argmin(inside))
             raise TransferError(
                 f"{side}: run {i} (address {int(addresses[i]):#x}, {int(nbytes[i])} bytes) "
                 "lies in no single registered region"
             )
-        return index
+        return number - 1
 
     def _set(self, regions: list[MemoryRegion]) -> None:
         self._regions = tuple(regions)
         self._starts = np.array([r.address for r in regions], np.uint64)
-        self._ends = np.array([r.end for r in regions], np.uint64)
+        self._ends = np.array([0, *(r.end for r in regions)], np.uint64)
 
 
 def check_runs(runs: Runs, limits: BackendLimits) -> None:
@@ -93,5 +90,5 @@ def check_runs(runs: Runs, limits: BackendLimits) -> None:
     if runs.num_runs > limits.max_runs_per_post:
         raise TransferError(f"{runs.num_runs} runs in a post, at most {limits.max_runs_per_post}")
     # As floats: a sum of absurd uint64 sizes wraps to a harmless one. 2**-53 of slack is no matter.
-    if runs.num_runs and float(runs.nbytes.sum(dtype=np.float64)) > limits.max_nbytes_per_post:
+    if float(np.add.reduce(runs.nbytes, dtype=np.float64)) > limits.max_nbytes_per_post:
         raise TransferError(f"a post may move at most {limits.max_nbytes_per_post} bytes")
