@@ -1,11 +1,9 @@
 """A complete transfer backend over plain TCP: copy it to start one of your own.
 
-One socket for each direction of a pair. A post is a message: counts, the destination of each run,
-the bytes, the notification; the reader takes the bytes off the socket straight into its memory and
-answers with the transfer's id. All sockets are non-blocking, all work happens in `poll` and
-`notifications`, and each socket has a coroutine that yields where it would block.
-
-Not for production: nothing is authenticated, and both sides must poll.
+A post is a message: counts, destinations, bytes, notification. The reader takes the bytes off the
+socket into its memory and answers with the transfer's id. All work happens in `poll` and
+`notifications`; each socket has a coroutine that yields where it would block. Not for production:
+nothing is authenticated, and both sides must poll.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import socket
 import struct
 import uuid
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -30,6 +28,8 @@ from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 
 HEADER = struct.Struct("<QII")  # transfer id (0: notification alone), runs, notification bytes
+MAX_TAG_NBYTES = 1 << 16
+NO_RUNS = Runs(*np.empty((3, 0), np.uint64))
 ACK = struct.Struct("<Q")
 
 
@@ -61,7 +61,7 @@ class TcpBackend:
         self._listener.setblocking(False)
         self._regions = RegionTable()
         self._peers: dict[str, Peer] = {}
-        self._readers: dict[socket.socket, Iterator[None]] = {}
+        self._readers: dict[socket.socket, list[Iterator[None]]] = {}
         self._ids = itertools.count(1)
         self._done: list[Completion] = []
         self._arrived: list[bytes] = []
@@ -84,7 +84,7 @@ class TcpBackend:
                 sock.setblocking(False)
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 peer = Peer(sock=sock, regions=RegionTable())
-                peer.tasks = [self._send(peer), self._take_acks(peer)]
+                peer.tasks = [_send(sock, peer.outbox), self._take_acks(peer)]
                 self._peers[known.key] = peer
         except (msgspec.DecodeError, OSError) as e:
             raise TransferError(f"can't connect: {e}") from e
@@ -92,9 +92,9 @@ class TcpBackend:
         return known.key
 
     def disconnect(self, peer: str) -> None:
+        if peer in self._peers and self._peers[peer].in_flight:
+            raise TransferError(f"transfers to {peer!r} are in flight")
         if peer in self._peers:
-            if self._peers[peer].in_flight:
-                raise TransferError(f"transfers to {peer!r} are in flight")
             self._peers.pop(peer).sock.close()
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
@@ -112,8 +112,7 @@ class TcpBackend:
 
     def notify(self, peer: str, notification: bytes) -> None:
         if notification:
-            none = np.empty(0, np.uint64)
-            self._queue(self._alive(peer), 0, Runs(none, none, none), notification)
+            self._queue(self._alive(peer), 0, NO_RUNS, notification)
 
     def poll(self) -> Sequence[Completion]:
         self._progress()
@@ -131,10 +130,10 @@ class TcpBackend:
         self._readers.clear()
         self._peers.clear()
 
-    def _alive(self, peer: str) -> Peer:
-        if peer not in self._peers or self._peers[peer].error:
-            raise TransferError(f"not connected: {peer!r}")
-        return self._peers[peer]
+    def _alive(self, key: str) -> Peer:
+        if (peer := self._peers.get(key)) is None or peer.error:
+            raise TransferError(f"not connected: {key!r}")
+        return peer
 
     def _queue(self, peer: Peer, transfer_id: int, runs: Runs, notification: bytes) -> None:
         header = HEADER.pack(transfer_id, runs.num_runs, len(notification))
@@ -149,10 +148,12 @@ class TcpBackend:
             while True:
                 sock, _ = self._listener.accept()
                 sock.setblocking(False)
-                self._readers[sock] = self._read(sock)
-        for sock, reader in list(self._readers.items()):
+                acks: deque[memoryview] = deque()
+                self._readers[sock] = [self._read(sock, acks), _send(sock, acks)]
+        for sock, tasks in list(self._readers.items()):
             try:
-                next(reader)
+                for task in tasks:
+                    next(task)
             except (OSError, TransferError):  # a writer that left, or that lies about its runs
                 del self._readers[sock]
                 sock.close()
@@ -165,60 +166,60 @@ class TcpBackend:
                 self._done += [Completion(i, peer.error, quiet=False) for i in peer.in_flight]
                 peer.in_flight.clear()
 
-    def _send(self, peer: Peer) -> Iterator[None]:
-        while True:
-            while peer.outbox:
-                yield from _send_all(peer.sock, peer.outbox.popleft())
-            yield
-
     def _take_acks(self, peer: Peer) -> Iterator[None]:
         while True:
             (transfer_id,) = ACK.unpack((yield from _receive(peer.sock, ACK.size)))
+            if transfer_id not in peer.in_flight:
+                raise ConnectionError("the peer speaks of an unknown transfer")
             peer.in_flight.remove(transfer_id)
             self._done.append(Completion(transfer_id))
 
-    def _read(self, sock: socket.socket) -> Iterator[None]:
+    def _read(self, sock: socket.socket, acks: deque[memoryview]) -> Iterator[None]:
         while True:
             header = yield from _receive(sock, HEADER.size)
-            transfer_id, num_runs, notification_nbytes = HEADER.unpack(header)
-            if num_runs > self.limits.max_runs_per_post:
-                raise TransferError("too many runs")
+            transfer_id, num_runs, tag_nbytes = HEADER.unpack(header)
+            if num_runs > self.limits.max_runs_per_post or tag_nbytes > MAX_TAG_NBYTES:
+                raise TransferError("more than a peer may ask for")
             table = np.frombuffer((yield from _receive(sock, 16 * num_runs)), "<u8")
             dst, nbytes = table.reshape(-1, 2).T.astype(np.uint64)
             self._regions.locate(dst, nbytes, "dst")  # never trust a peer's addresses
             for address, n in zip(dst.tolist(), nbytes.tolist(), strict=True):
-                yield from _receive_into(sock, _view(address, n))
-            notification = bytes((yield from _receive(sock, notification_nbytes)))
+                yield from _fill(sock, _view(address, n))
+            notification = bytes((yield from _receive(sock, tag_nbytes)))
             self._arrived += [notification] if notification else []
             if transfer_id:
-                yield from _send_all(sock, memoryview(ACK.pack(transfer_id)))
+                acks.append(memoryview(ACK.pack(transfer_id)))
 
 
 def _view(address: int, nbytes: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * nbytes).from_address(address)).cast("B")
 
 
-def _send_all(sock: socket.socket, view: memoryview) -> Iterator[None]:
-    while view:
+def _send(sock: socket.socket, outbox: deque[memoryview]) -> Iterator[None]:
+    while True:
         try:
-            view = view[sock.send(view) :]
+            while outbox:
+                outbox[0] = outbox[0][sock.send(outbox[0]) :]
+                if not outbox[0]:
+                    outbox.popleft()
         except BlockingIOError:
-            yield
+            pass
+        yield
 
 
-def _receive_into(sock: socket.socket, view: memoryview) -> Iterator[None]:
-    while view:
+def _fill(sock: socket.socket, view: memoryview) -> Generator[None, None, memoryview]:
+    filled = 0
+    while filled < len(view):
         try:
-            received = sock.recv_into(view)
+            received = sock.recv_into(view[filled:])
         except BlockingIOError:
             yield
             continue
         if not received:
             raise ConnectionError("the peer has closed the connection")
-        view = view[received:]
+        filled += received
+    return view
 
 
-def _receive(sock: socket.socket, nbytes: int) -> Iterator[None]:
-    data = bytearray(nbytes)
-    yield from _receive_into(sock, memoryview(data))
-    return data
+def _receive(sock: socket.socket, nbytes: int) -> Generator[None, None, memoryview]:
+    return (yield from _fill(sock, memoryview(bytearray(nbytes))))
