@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -44,6 +45,31 @@ class TestNixlConforms(BackendConformance):
 class TestNixlOverTcpConforms(BackendConformance):
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return NixlBackend(name="conformance", transports="tcp", limits=limits)
+
+
+class DeviceBuffer(Buffer):
+    """Memory of the first GPU."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        import torch
+
+        self._tensor = torch.from_numpy(content.copy()).to("cuda:0")
+        self.region = MemoryRegion(self._tensor.data_ptr(), content.nbytes, "cuda:0")
+
+    def read(self) -> np.ndarray:
+        return self._tensor.cpu().numpy()
+
+
+class TestNixlOnDeviceMemoryConforms(BackendConformance):
+    def setup_method(self) -> None:
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+    def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
+        return NixlBackend(name="conformance", limits=limits)
+
+    def make_buffer(self, content: np.ndarray) -> Buffer:
+        return DeviceBuffer(content)
 
 
 class Target:
@@ -233,6 +259,25 @@ def test_process_with_live_agents_exits_cleanly(transports: str) -> None:
     )
     for end in ("a.close(); b.close()\n", ""):
         subprocess.run([sys.executable, "-W", "error", "-c", code + end], check=True, timeout=60)
+
+
+@TRANSPORTS
+def test_closing_with_a_write_to_a_stopped_target_in_flight_returns(start, transports: str) -> None:
+    nbytes = 64 << 20
+    target = start(transports, nbytes)
+    target.ended(target.post(target.rows((0, 0, 64)), b"warm"))
+    os.kill(target.process.pid, signal.SIGSTOP)
+    try:
+        target.post(target.rows((0, 0, nbytes)), b"stuck")
+        if not target.writer.poll():
+            with pytest.raises(TransferError, match="in flight"):
+                target.writer.disconnect(target.peer)
+        begin = time.monotonic()
+        target.writer.close()
+        assert time.monotonic() - begin < 10
+    finally:
+        os.kill(target.process.pid, signal.SIGCONT)
+    assert target.close() == 0
 
 
 def test_idle_agent_uses_next_to_no_cpu() -> None:
