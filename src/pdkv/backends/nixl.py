@@ -14,8 +14,9 @@ What ends an earlier write for certain (`fenced_by_disconnect` is False because 
 
 - TCP: nothing. Bytes of a killed writer sit in the target's own sockets, and the target applies
   them when it next makes progress. `disconnect` proves nothing either.
-- CMA (processes of one host): the kernel copies inside the writer's `post`, so a writer that
-  returned from it, or is gone, writes no more.
+- CMA (processes of one host): the kernel copies inside the writer's `post` (measured, down to the
+  first post and with a stopped target), so a writer that returned from it, or is gone, writes no
+  more. Not so with num_threads: then long posts are copied by NIXL's threads.
 - RDMA: not measured here; treat it like TCP.
 
 A completion without error is proof on every transport: NIXL flushes the endpoint before it says
