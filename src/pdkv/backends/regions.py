@@ -20,6 +20,9 @@ from pdkv.plan import Runs
 __all__ = ["RegionTable", "check_runs"]
 
 
+_UINT64 = np.dtype(np.uint64)
+
+
 class RegionTable:
     """Disjoint regions of one process, sorted by address."""
 
@@ -63,7 +66,7 @@ class RegionTable:
         number = self._starts.searchsorted(addresses, side="right")
         end = self._ends[number]
         inside = (addresses <= end) & (nbytes <= end - addresses)
-        if not inside.all():
+        if np.count_nonzero(inside) < len(inside):
             i = int(np.argmin(inside))
             raise TransferError(
                 f"{side}: run {i} (address {int(addresses[i]):#x}, {int(nbytes[i])} bytes) "
@@ -80,7 +83,7 @@ class RegionTable:
 def check_runs(runs: Runs, limits: BackendLimits) -> None:
     """Raise TransferError unless `runs` are three equal uint64 vectors within `limits`."""
     for field, array in zip(Runs._fields, runs, strict=True):
-        if array.dtype != np.uint64 or array.ndim != 1:
+        if array.dtype != _UINT64 or array.ndim != 1:
             raise TransferError(f"runs.{field} must be a uint64 vector, got {array.dtype}")
     if not len(runs.src) == len(runs.dst) == len(runs.nbytes):
         raise TransferError(
