@@ -29,7 +29,6 @@ from pdkv.request.events import (
     InfoReceived,
     Outcome,
     PeerFailed,
-    PeerQuiet,
     PeerReady,
     PostTag,
     SendToPeer,
@@ -193,7 +192,11 @@ class Requests:
     # -- commands of the decode side ----------------------------------------------------------
 
     def submit(
-        self, request: ReceiverRequest, prefill: EngineRecord, pairing: Pairing | None, now: float,
+        self,
+        request: ReceiverRequest,
+        prefill: EngineRecord,
+        pairing: Pairing | None,
+        now: float,
         refusal: str = "",
     ) -> None:
         """Begin to receive. With a `refusal` the request fails at once, and the peer hears why."""
@@ -300,9 +303,7 @@ class Requests:
             if machine.identity is not None:
                 self.by_identity.pop(machine.identity, None)
                 prefix = next((i.decode_prefix_len for i in machine.infos.values()), 0)
-                self._bury(
-                    _Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens)
-                )
+                self._bury(_Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens))
                 self._leave_peers(machine.identity)
         else:
             self.receivers.pop(ref, None)
