@@ -136,7 +136,9 @@ class ReceiverMachine(Machine):
             self._unquiet.add(peer)
         request = self.request
         info = TransferInfo(
-            *msgspec.structs.astuple(request.identity),
+            room=request.identity.room,
+            attempt=request.identity.attempt,
+            incarnation=request.identity.incarnation,
             num_tokens=request.num_tokens,
             decode_prefix_len=request.decode_prefix_len,
             dst_page_ids=request.dst_page_ids if peer in self.writers else b"",
