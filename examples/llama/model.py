@@ -16,7 +16,26 @@ import torch.nn.functional as F  # noqa: N812
 from weights import Config, Weights
 
 from pdkv.heads import owned_heads
+from pdkv.layout import AuxField, EngineLayout, KVLayout
 from pdkv.pool.kv import KVPool
+
+PAGE_SIZE, NUM_PAGES = 16, 96
+CHUNK_TOKENS = 64  # what prefill computes at once, and what it would like to send at once
+AUX_FIELDS = (AuxField("first_token", "int64"),)
+
+
+def engine_layout(config: Config, tp_size: int) -> EngineLayout:
+    """What an engine of this example publishes of its cache."""
+    kv = KVLayout.mha(
+        num_layers=config.num_layers,
+        total_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        dtype="float32",
+        aux=AUX_FIELDS,
+    )
+    return EngineLayout.simple(
+        kv, page_size=PAGE_SIZE, tp_size=tp_size, chunk_tokens=CHUNK_TOKENS
+    )
 
 
 class Llama:
