@@ -199,7 +199,9 @@ class LoopbackBackend:
         runs = transfer.runs
         count = round(runs.num_runs * moved)
         for src, dst, nbytes in zip(
-            runs.src[:count].tolist(), runs.dst[:count].tolist(), runs.nbytes[:count].tolist(),
+            runs.src[:count].tolist(),
+            runs.dst[:count].tolist(),
+            runs.nbytes[:count].tolist(),
             strict=True,
         ):
             ctypes.memmove(dst, src, nbytes)

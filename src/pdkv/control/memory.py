@@ -96,7 +96,7 @@ class MemoryControl:
 
     def receive(self, max_frames: int) -> Sequence[bytes]:
         """Frames that arrived, oldest first."""
-        frames = []
+        frames: list[bytes] = []
         while self._frames and len(frames) < max_frames:
             frames.append(self._frames.popleft())
         return frames

@@ -7,6 +7,7 @@ thread; `wake` may come from any, through a pipe that is no ZeroMQ socket. Layer
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import threading
@@ -122,19 +123,16 @@ class ZmqControl:
         if events & zmq.POLLIN:
             return
         self._poll.poll(max(1, round(timeout_s * 1000)))
-        try:
+        with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
-        except BlockingIOError:
-            pass
 
     def wake(self) -> None:
         """End a `wait`. Any thread."""
         with self._wake_lock:
             if not self._closed:
-                try:
+                # A full pipe will wake whoever waits.
+                with contextlib.suppress(BlockingIOError):
                     os.write(self._wake_write, b"w")
-                except BlockingIOError:
-                    pass  # the pipe is full: whoever waits will wake
 
     def forget(self, address: str) -> None:
         """Close the way to an address."""

@@ -229,9 +229,7 @@ class NodeCore:
         owner.stats.last_tag_at = now
         self.requests.inbox.append((owner, self._arrived(owner, note.tag)))
 
-    def _on_sent(
-        self, peer: Peer, identity: Identity, tags: tuple[tuple[int, int], ...]
-    ) -> None:
+    def _on_sent(self, peer: Peer, identity: Identity, tags: tuple[tuple[int, int], ...]) -> None:
         owner = self.requests.receivers.get(identity)
         if owner is None or owner.engine != peer.key[0]:
             return

@@ -103,9 +103,7 @@ class Gate:
                 votes[key] = vote
         return votes
 
-    def apply(
-        self, verdicts: Sequence[Verdict]
-    ) -> tuple[list[EndpointEvent], list[GateOrder]]:
+    def apply(self, verdicts: Sequence[Verdict]) -> tuple[list[EndpointEvent], list[GateOrder]]:
         """Take the group's verdicts, in their order: events for the engine, orders for the node."""
         events: list[EndpointEvent] = []
         orders: list[GateOrder] = []

@@ -193,7 +193,11 @@ class Requests:
     # -- commands of the decode side ----------------------------------------------------------
 
     def submit(
-        self, request: ReceiverRequest, prefill: EngineRecord, pairing: Pairing | None, now: float,
+        self,
+        request: ReceiverRequest,
+        prefill: EngineRecord,
+        pairing: Pairing | None,
+        now: float,
         refusal: str = "",
     ) -> None:
         """Begin to receive. With a `refusal` the request fails at once, and the peer hears why."""
@@ -300,9 +304,7 @@ class Requests:
             if machine.identity is not None:
                 self.by_identity.pop(machine.identity, None)
                 prefix = next((i.decode_prefix_len for i in machine.infos.values()), 0)
-                self._bury(
-                    _Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens)
-                )
+                self._bury(_Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens))
                 self._leave_peers(machine.identity)
         else:
             self.receivers.pop(ref, None)
@@ -429,6 +431,23 @@ class Requests:
         """Nothing was and nothing will be written for this identity to this peer."""
         self._links.send(peer, Failed(identity, cause), now)
         self._links.send(peer, Quiesced(identity), now)
+
+    def declare_gone(self, incarnation: bytes, now: float) -> None:
+        """The operator's proof: that life of that engine is over and can't write any more."""
+        for peer in self._links.peers.of_engine(incarnation):
+            peer.state = PeerState.GONE
+        for owner in self.owners():
+            if self.engine_of(owner) == incarnation:
+                for rank_id in self.peer_ranks(owner):
+                    self.inbox.append((owner, PeerQuiet(rank_id)))
+        self.run(now)
+
+    @staticmethod
+    def peer_ranks(owner: Receiving | Sending) -> tuple[int, ...]:
+        """Rank ids on the other side that this request concerns."""
+        if isinstance(owner, Receiving):
+            return tuple(sorted(owner.machine.peers))
+        return owner.machine.peers()
 
     # -- time and peers -------------------------------------------------------------------------
 

@@ -136,6 +136,7 @@ class Writes:
         machine, route, tag = write.owner.machine, write.peer.route, write.tag
         info = machine.infos[write.peer.rank_id]
         assert route is not None
+        assert machine.pairing is not None
         if write.is_aux:
             assert machine.finish is not None
             assert machine.identity is not None
@@ -146,7 +147,7 @@ class Writes:
                 num_tokens=machine.num_tokens,
             )
             return deque([route.plan_aux(machine.finish.aux_index, info.dst_aux_index)])
-        components = route.pairing.src.kv.components
+        components = machine.pairing.src.kv.components
         own = [c for c, component in enumerate(components) if component.own_page_ids]
         ids = info.state_ids(own.index(tag.component)) if tag.component in own else info.page_ids()
         source = tag.component if tag.component in own else 0
@@ -180,9 +181,7 @@ class Writes:
                 continue
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
-            event = WriteEnded(
-                write.peer.rank_id, write.tag, completion.error, completion.quiet
-            )
+            event = WriteEnded(write.peer.rank_id, write.tag, completion.error, completion.quiet)
             ended.append((write.owner, event))
         return ended
 
