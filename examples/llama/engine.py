@@ -1,4 +1,4 @@
-"""The parent's handle on an engine: starts one process per rank, commands them, always stops them."""
+"""The parent's handle on an engine: one process per rank, started, commanded and always stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Engine:
     def __init__(self, role: str, tp_size: int, model_folder: Path) -> None:
         self.name, self.tp_size = f"{role} TP{tp_size}", tp_size
         self._incarnation = os.urandom(16)
-        self._layout = engine_layout(load(model_folder)[0], tp_size)
+        self.layout = engine_layout(load(model_folder)[0], tp_size)
         # The meeting point of the ranks; the system chooses a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = CACHE / "logs"
@@ -58,7 +58,7 @@ class Engine:
     def record(self, addresses: list[str]) -> bytes:
         """What this engine publishes, for the other engine."""
         return EngineRecord(
-            incarnation=self._incarnation, layout=self._layout, addresses=tuple(addresses)
+            incarnation=self._incarnation, layout=self.layout, addresses=tuple(addresses)
         ).to_bytes()
 
     def command(self, name: str, **arguments: Any) -> None:

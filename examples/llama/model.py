@@ -33,9 +33,7 @@ def engine_layout(config: Config, tp_size: int) -> EngineLayout:
         dtype="float32",
         aux=AUX_FIELDS,
     )
-    return EngineLayout.simple(
-        kv, page_size=PAGE_SIZE, tp_size=tp_size, chunk_tokens=CHUNK_TOKENS
-    )
+    return EngineLayout.simple(kv, page_size=PAGE_SIZE, tp_size=tp_size, chunk_tokens=CHUNK_TOKENS)
 
 
 class Llama:
@@ -88,7 +86,8 @@ class Llama:
         x = self._embedding[torch.tensor(token_ids)]
         for i, w in enumerate(self._layers):
             normed = F.rms_norm(x, x.shape[-1:], w["attn_norm"], eps)
-            x = x + self._sum(F.linear(self._attend(i, normed, start, slots, turn, mask), w["attn_output"]))
+            attended = self._attend(i, normed, start, slots, turn, mask)
+            x = x + self._sum(F.linear(attended, w["attn_output"]))
             normed = F.rms_norm(x, x.shape[-1:], w["ffn_norm"], eps)
             wide = F.silu(F.linear(normed, w["ffn_gate"])) * F.linear(normed, w["ffn_up"])
             x = x + self._sum(F.linear(wide, w["ffn_down"]))

@@ -63,17 +63,13 @@ class Rank:
         self.tp_rank, self.tp_size = spec.tp_rank, spec.tp_size
         if spec.tp_size > 1:
             store = dist.TCPStore("127.0.0.1", spec.store_port, is_master=False)
-            dist.init_process_group(
-                "gloo", store=store, rank=spec.tp_rank, world_size=spec.tp_size
-            )
+            dist.init_process_group("gloo", store=store, rank=spec.tp_rank, world_size=spec.tp_size)
         config, weights = load(spec.model_folder)
         layout = engine_layout(config, spec.tp_size)
         self.kv = KVPool(layout, spec.tp_rank, NUM_PAGES)
         self.aux = AuxBuffers(AUX_FIELDS, num_rows=8)
         self.pages = PageAllocator(NUM_PAGES, PAGE_SIZE)
-        self.model = Llama(
-            config, weights, self.kv, tp_rank=spec.tp_rank, tp_size=spec.tp_size
-        )
+        self.model = Llama(config, weights, self.kv, tp_rank=spec.tp_rank, tp_size=spec.tp_size)
         self.node = Node(
             backend=get_backend("nixl")(),
             control=ZmqControl("tcp://127.0.0.1:0"),

@@ -18,7 +18,7 @@ from pdkv.pool.kv import KVPool
 
 @dataclass(frozen=True)
 class Turn:
-    """A prompt (all that was said before included), the answer, and the narrowest decision in it."""
+    """A prompt (with all that was said before), the answer, and the narrowest decision in it."""
 
     prompt: list[int]
     answer: list[int]
@@ -70,4 +70,5 @@ def check_with_transformers(turns: list[Turn]) -> None:
     for number, turn in enumerate(turns, 1):
         first = len(turn.prompt) - 1
         theirs = logits[first : first + len(turn.answer)].argmax(-1).tolist()
-        assert theirs == turn.answer, f"turn {number}: transformers says {theirs}, not {turn.answer}"
+        text = f"turn {number}: transformers says {theirs}, the undivided run {turn.answer}"
+        assert theirs == turn.answer, text
