@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["HeadSlice", "distribute_heads", "owned_heads", "replica_writer"]
+__all__ = ["HeadSlice", "distribute_heads", "owned_heads", "replica_units", "replica_writer"]
 
 
 class HeadSlice(NamedTuple):
@@ -57,6 +57,21 @@ def replica_writer(
     want the element, p the element's stripe unit of n. Without striping n = 1 and p = 0.
     """
     return ((reader_index * num_units + unit) * num_writers) // (num_readers * num_units)
+
+
+def replica_units(
+    writer_index: int, num_writers: int, reader_index: int, num_readers: int, num_units: int = 1
+) -> range:
+    """The stripe units that a writer sends to a reader: the inverse of `replica_writer`.
+
+    They are consecutive: `replica_writer` grows with the unit. Together the writers' ranges are
+    [0, num_units) for each reader, without overlap.
+    """
+    shift = reader_index * num_units
+    start = -(-writer_index * num_readers * num_units // num_writers) - shift
+    stop = -(-(writer_index + 1) * num_readers * num_units // num_writers) - shift
+    start = min(max(start, 0), num_units)
+    return range(start, min(max(stop, start), num_units))
 
 
 def distribute_heads(

@@ -1,0 +1,174 @@
+"""`Route`: from a tag and two page lists to byte runs, for one src rank and one dst rank.
+
+What does not depend on pages (shares, pieces, strides) is computed once per peer. Per tag the cost
+is a few numpy calls per share and group: no Python loop over layers, heads, tokens or pages.
+
+Refuses to know messages, states and transfer engines. Layer 1.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from pdkv.errors import ConfigError
+from pdkv.layout import ComponentPool, PoolLayout
+from pdkv.plan.geometry import Geometry, Tag
+from pdkv.plan.pages import PageIds, PageTable, as_ids, place
+from pdkv.plan.pieces import Block, Group, Side, groups
+from pdkv.plan.pools import check_pools
+from pdkv.plan.runs import RunBuffer, Runs
+from pdkv.plan.tokens import Segments, segments
+
+__all__ = ["Route"]
+
+
+class Stored(NamedTuple):
+    """One component between the two ranks: both storages and the groups of each share."""
+
+    src: ComponentPool
+    dst: ComponentPool
+    groups: tuple[tuple[Group, ...], ...]
+
+
+class Route:
+    """Plans for one pair of ranks. Get one from `Pairing.route`, once per peer."""
+
+    def __init__(
+        self,
+        geometry: Geometry,
+        src_rank_id: int,
+        dst_rank_id: int,
+        src_pool: PoolLayout,
+        dst_pool: PoolLayout,
+    ) -> None:
+        check_pools((geometry.src, src_rank_id, src_pool), (geometry.dst, dst_rank_id, dst_pool))
+        self.src_rank_id = src_rank_id
+        self.dst_rank_id = dst_rank_id
+        self._geometry = geometry
+        self._src_pool, self._dst_pool = src_pool, dst_pool
+        self._stored = tuple(self._store(c) for c in range(len(geometry.components)))
+
+    def _store(self, c: int) -> Stored | None:
+        component = self._geometry.components[c]
+        shares = self._geometry.shares(self.src_rank_id, self.dst_rank_id, c)
+        src, dst = (p.component(component.name) for p in (self._src_pool, self._dst_pool))
+        if not shares or src is None or dst is None:
+            return None
+        maps = self._geometry.token_maps(c, 1)
+        sides = [
+            Side(pool, layout.regions, token_map.page)
+            for pool, layout, token_map in zip(
+                (src, dst), (self._src_pool, self._dst_pool), maps, strict=True
+            )
+        ]
+        return Stored(src, dst, tuple(groups(share, component, *sides) for share in shares))
+
+    def plan(
+        self,
+        tag: Tag,
+        *,
+        decode_prefix_len: int,
+        num_tokens: int,
+        src_page_ids: PageIds,
+        dst_page_ids: PageIds,
+        buffer: RunBuffer | None = None,
+    ) -> Runs:
+        """The copies of one tag, as contiguous runs, coalesced across pages.
+
+        src_page_ids: entry i is the id of local page i of the whole prompt at src, -1 where it is
+        not known (yet). dst_page_ids: entry i is the id of local page i after the prefix, or of
+        the window. For components with own_page_ids, that component's ids; for rows, one id.
+        With a `buffer` the arrays are views into it, valid until its next use.
+
+        Raises ConfigError for a tag that this pair does not send, lists of a wrong length, and ids
+        that are needed and unknown, out of range, or named twice.
+        """
+        blocks = self._blocks(tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids)
+        sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
+        out = (buffer or RunBuffer()).take(sum(sizes))
+        at = 0
+        for block, size in zip(blocks, sizes, strict=True):
+            shape = (len(block.pieces.src), len(block.src_offsets))
+            src, dst, nbytes = (row[at : at + size].reshape(shape) for row in out)
+            np.add(block.pieces.src[:, None], block.src_offsets, out=src)
+            np.add(block.pieces.dst[:, None], block.dst_offsets, out=dst)
+            nbytes[:] = block.nbytes
+            at += size
+        return Runs(*(row.view(np.uint64) for row in out))
+
+    def plan_aux(self, src_index: int, dst_index: int) -> Runs:
+        """The copy of one aux row: one run, or none where aux rows have no bytes."""
+        for side, pool, index in (
+            ("src", self._src_pool, src_index),
+            ("dst", self._dst_pool, dst_index),
+        ):
+            if pool.aux_row_nbytes and not 0 <= index < pool.aux_num_rows:
+                raise ConfigError(f"{side} aux row {index} is outside of {pool.aux_num_rows}")
+        nbytes = self._src_pool.aux_row_nbytes
+        num_runs = 1 if nbytes else 0
+        return Runs(
+            np.full(num_runs, self._src_pool.aux_base + src_index * nbytes, np.uint64),
+            np.full(num_runs, self._dst_pool.aux_base + dst_index * nbytes, np.uint64),
+            np.full(num_runs, nbytes, np.uint64),
+        )
+
+    def _blocks(
+        self,
+        tag: Tag,
+        decode_prefix_len: int,
+        num_tokens: int,
+        src_page_ids: PageIds,
+        dst_page_ids: PageIds,
+    ) -> list[Block]:
+        parts = self._parts(tag, decode_prefix_len, num_tokens)
+        stored = self._stored[tag.component]
+        assert stored is not None  # it has parts
+        src, dst = self._tables(tag.component, stored, decode_prefix_len, num_tokens)
+        src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)
+        blocks: list[Block] = []
+        for cut, share_groups in parts:
+            placed = place(cut, src, src_ids, dst, dst_ids)
+            for group in share_groups:
+                blocks += group.blocks(placed)
+        return blocks
+
+    def _tables(
+        self, c: int, stored: Stored, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[PageTable, PageTable]:
+        geometry = self._geometry
+        src_map, dst_map = geometry.token_maps(c, num_tokens)
+        if geometry.components[c].kind == "row":
+            src_pages = dst_pages = range(1)
+        else:
+            src_pages = geometry.src_pages(self.src_rank_id, c, range(num_tokens), num_tokens)
+            start = geometry.start(c, decode_prefix_len, num_tokens)
+            sent = range(start, num_tokens)
+            dst_pages = geometry.dst_pages(self.dst_rank_id, c, sent, num_tokens)
+        return (
+            PageTable("src", src_map.page, 0, len(src_pages), stored.src.num_pages),
+            PageTable("dst", dst_map.page, dst_pages.start, len(dst_pages), stored.dst.num_pages),
+        )
+
+    def _parts(
+        self, tag: Tag, decode_prefix_len: int, num_tokens: int
+    ) -> list[tuple[Segments, tuple[Group, ...]]]:
+        """The segments of each share in the tag, with the groups that move along them."""
+        geometry, c = self._geometry, tag.component
+        if tag.writer != self.src_rank_id or not 0 <= c < len(self._stored):
+            raise ConfigError(f"{tag} is no KV or state of src rank {self.src_rank_id}")
+        stored, parts = self._stored[c], []
+        if stored is not None:
+            src_map, dst_map = geometry.token_maps(c, num_tokens)
+            src_cp = geometry.src_ranks[self.src_rank_id].cp_rank
+            dst_cp = geometry.dst_ranks[self.dst_rank_id].cp_rank
+            for stretch in geometry.stretches(
+                self.src_rank_id, self.dst_rank_id, tag, decode_prefix_len, num_tokens
+            ):
+                cut = segments(src_map, src_cp, dst_map, dst_cp, stretch.start, stretch.stop)
+                if len(cut.length):
+                    parts.append((cut, stored.groups[stretch.share]))
+        if not parts:
+            raise ConfigError(f"{tag} carries nothing to rank {self.dst_rank_id}")
+        return parts
