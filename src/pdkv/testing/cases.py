@@ -38,6 +38,8 @@ from pdkv.topology import Parallel
 __all__ = ["Case", "build_pools", "build_request", "random_case"]
 
 PAGE_SIZES = (1, 2, 3, 4, 6, 8, 16)
+NUM_RANKS = (1, 2, 2, 3, 4, 6, 8)
+TP_SIZES = (1, 2, 3, 4, 6, 8)
 DTYPES = ("uint8", "float16", "float32")
 
 
@@ -54,13 +56,14 @@ class Case:
 
 def random_case(random: Random) -> Case:
     """A legal case with all features mixed."""
-    tp_sizes = (_tp_size(random), _tp_size(random))
+    num_ranks = (random.choice(NUM_RANKS), random.choice(NUM_RANKS))
+    tp_sizes = tuple(random.choice([n for n in TP_SIZES if n <= most]) for most in num_ranks)
     page_sizes = (random.choice(PAGE_SIZES), random.choice(PAGE_SIZES))
     kv = _kv(random, tp_sizes, math.gcd(*page_sizes))
     striping = random.random() < 0.5
     src, dst = (
-        _engine(random, kv, tp, page, striping)
-        for tp, page in zip(tp_sizes, page_sizes, strict=True)
+        _engine(random, kv, tp, most // tp, page, striping)
+        for tp, most, page in zip(tp_sizes, num_ranks, page_sizes, strict=True)
     )
     num_tokens = _num_tokens(random, src, dst)
     prefix = _prefix(random, src, dst, num_tokens)
@@ -73,15 +76,11 @@ def random_case(random: Random) -> Case:
     return Case(src, dst, src_pools, dst_pools, request)
 
 
-def _tp_size(random: Random) -> int:
-    return random.choice((1, 1, 2, 2, 3, 4, 4, 6, 8))
-
-
-def _legal_heads(tp_sizes: tuple[int, int], heads: int) -> bool:
+def _legal_heads(tp_sizes: tuple[int, ...], heads: int) -> bool:
     return all(heads % tp == 0 or tp % heads == 0 for tp in tp_sizes)
 
 
-def _kv(random: Random, tp_sizes: tuple[int, int], page_gcd: int) -> KVLayout:
+def _kv(random: Random, tp_sizes: tuple[int, ...], page_gcd: int) -> KVLayout:
     choices = [h for h in (1, 2, 3, 4, 6, 8, 12) if _legal_heads(tp_sizes, h)]
 
     def field(name: str, heads: int) -> Field:
@@ -138,10 +137,10 @@ def _kv(random: Random, tp_sizes: tuple[int, int], page_gcd: int) -> KVLayout:
 
 
 def _engine(
-    random: Random, kv: KVLayout, tp_size: int, page_size: int, striping: bool
+    random: Random, kv: KVLayout, tp_size: int, most: int, page_size: int, striping: bool
 ) -> EngineLayout:
-    pp_size = random.choice((1, 1, 1, 2, 3))
-    cp_size = random.choice((1, 1, 1, 2, 3)) if tp_size <= 4 else 1
+    pp_size = random.choice([n for n in (1, 1, 2, 3) if n <= most])
+    cp_size = random.choice([n for n in (1, 1, 2, 3) if n * pp_size <= most])
     steps = math.lcm(*(c.tokens_per_element for c in kv.components))
     shard = TokenShard(owners=(0,), interleave=random.choice((0, 5)))
     if cp_size > 1:
@@ -186,9 +185,8 @@ def _stages(
     """Uneven, possibly empty stages in any order; now and then a layer is in two of them."""
     stages: list[list[int]] = [[] for _ in range(pp_size)]
     for layer in layer_ids:
-        for stage in random.sample(
-            range(pp_size), 2 if pp_size > 1 and random.random() < 0.1 else 1
-        ):
+        copies = 2 if pp_size > 1 and random.random() < 0.1 else 1
+        for stage in random.sample(range(pp_size), copies):
             stages[stage].append(layer)
     for held in stages:
         random.shuffle(held)
@@ -214,12 +212,11 @@ def span_of(engine: EngineLayout, component: Component) -> int:
     page, shard = engine.placement(component.name).page_size, engine.token_shard
     if shard.depends_on_length or len(shard.owners) == 1:
         return page
-    span = cycle = shard.interleave * len(shard.owners)
-    while any(
-        span // cycle * shard.interleave * shard.owners.count(o) % page for o in shard.owners
-    ):
-        span += cycle
-    return span
+    cycle, num_cycles = shard.interleave * len(shard.owners), 1
+    per_cycle = [shard.interleave * shard.owners.count(cp) for cp in set(shard.owners)]
+    while any(num_cycles * n % page for n in per_cycle):
+        num_cycles += 1
+    return num_cycles * cycle
 
 
 def prefix_unit(src: EngineLayout, dst: EngineLayout) -> int:
@@ -238,9 +235,9 @@ def _prefix(random: Random, src: EngineLayout, dst: EngineLayout, num_tokens: in
     if dst.token_shard.depends_on_length:
         return 0
     unit = prefix_unit(src, dst)
-    return random.choice(
-        (0, 0, num_tokens // unit * unit, unit * random.randint(0, num_tokens // unit), num_tokens)
-    )
+    num_units = num_tokens // unit
+    some = unit * random.randint(0, num_units)
+    return random.choice((0, 0, some, unit * num_units, num_tokens))
 
 
 def build_request(
@@ -285,7 +282,7 @@ def _needed_pages(
 def _draw_ids(
     random: Random, engine: EngineLayout, need: dict[str, list[bool]], num_pages: dict[str, int]
 ) -> dict[str, list[int]]:
-    """Scattered, contiguous or descending ids; components without ids of their own share one list."""
+    """Scattered, contiguous or descending ids; components without their own share one list."""
     drawn: dict[str, list[int]] = {}
     shared: list[int] | None = None
     for component in engine.kv.components:

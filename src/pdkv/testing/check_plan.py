@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.layout import Component, EngineLayout
+from pdkv.layout import Component, EngineLayout, Field
 from pdkv.plan import Pairing, validate
 from pdkv.testing.cases import Case, prefix_unit, span_of
 from pdkv.testing.oracle import (
@@ -25,6 +25,7 @@ from pdkv.testing.oracle import (
     held_heads,
     owner_of,
 )
+from pdkv.topology import Rank
 
 __all__ = ["check_plan", "planned_copies"]
 
@@ -76,7 +77,7 @@ def planned_copies(case: Case, pairing: Pairing) -> Iterator[Copy]:
 
 
 def _check_fan_in(pairing: Pairing, copies: list[Copy]) -> None:
-    """Readers are the inverse of writers; every copy is between such a pair; dummies are the rest."""
+    """Readers invert writers; every copy is between such a pair; dummies are the rest."""
     num_src, num_dst = (e.parallel.num_ranks for e in (pairing.src, pairing.dst))
     pairs = {(s, d) for d in range(num_dst) for s in pairing.writers(d)}
     if pairs != {(s, d) for s in range(num_src) for d in pairing.readers(s)}:
@@ -106,9 +107,9 @@ def _check_grid(pairing: Pairing) -> None:
 
 def _check_senders(case: Case, pairing: Pairing, dst_id: int, memory: Memory) -> None:
     """Each element came from the replica that the rule names."""
-    src, dst, request = case.src, case.dst, case.request
+    dst, request = case.dst, case.request
     rank = dst.parallel.rank(dst_id)
-    for component in src.kv.components:
+    for component in dst.kv.components:
         stored = memory.pool.component(component.name)
         if stored is None:
             continue
@@ -120,73 +121,88 @@ def _check_senders(case: Case, pairing: Pairing, dst_id: int, memory: Memory) ->
         if not len(local):
             continue
         ids = np.asarray(request.dst_page_ids[dst_id][component.name])
-        pages = ids[local // per_page - skipped]
+        pages, offsets = ids[local // per_page - skipped], local % per_page
+        rule = _Rule(pairing, component, request.num_tokens, first, held[local], dst_id)
         for spec in component.fields:
             at = next(f for f in stored.fields if f.name == spec.name)
-            for layer, base in zip(stored.layer_ids, at.bases, strict=True):
-                for h, head in enumerate(held_heads(dst, component, spec, rank.tp_rank)):
-                    address = base + pages * at.page_stride + local % per_page * at.token_stride
-                    sender = memory.senders[address + h * at.head_stride - memory.low]
-                    S = _holders(src, component, spec.name, layer, head)
-                    D = _holders(dst, component, spec.name, layer, head)
-                    expected = _rule(
-                        pairing, component, request.num_tokens, first, held[local], S, D, dst_id
-                    )
-                    if (sender != expected).any():
-                        i = int(np.argmax(sender != expected))
+            element = pages * at.page_stride + offsets * at.token_stride - memory.low
+            for h, head in enumerate(held_heads(dst, component, spec, rank.tp_rank)):
+                for layer, base in zip(stored.layer_ids, at.bases, strict=True):
+                    senders = memory.senders[element + base + h * at.head_stride]
+                    expected = rule.senders(spec, layer, head)
+                    if (senders != expected).any():
+                        i = int(np.argmax(senders != expected))
                         raise OracleError(
                             f"dst rank {dst_id}: {component.name}.{spec.name} layer {layer} head "
-                            f"{head} element {held[local][i]} came from src rank {sender[i]}, "
+                            f"{head} element {held[local][i]} came from src rank {senders[i]}, "
                             f"not {expected[i]}"
                         )
 
 
-def _holders(
-    engine: EngineLayout, component: Component, field: str, layer: int, head: int
-) -> list[int]:
-    """Rank_ids that hold a layer and a head, of any CP rank."""
-    spec = next(f for f in component.fields if f.name == field)
-    stages = engine.placement(component.name).layers_by_pp_rank
-    return [
-        i
-        for i, rank in enumerate(engine.parallel.ranks())
-        if layer in stages[rank.pp_rank]
-        and head in held_heads(engine, component, spec, rank.tp_rank)
-    ]
-
-
-def _rule(
-    pairing: Pairing,
-    component: Component,
-    num_tokens: int,
-    first: int,
-    elements: Ints,
-    src_holders: list[int],
-    dst_holders: list[int],
-    dst_id: int,
-) -> Ints:
+class _Rule:
     """Reader j of D takes an element from writer ((j*n + p) * |S|) // (|D| * n)."""
-    step = component.tokens_per_element
-    if component.kind == "row":
-        writer = dst_holders.index(dst_id) * len(src_holders) // len(dst_holders)
-        return np.full(len(elements), src_holders[writer])
-    src, dst = pairing.src, pairing.dst
-    src_cp = owner_of(src, elements * step, num_tokens)
-    dst_cp = dst.parallel.rank(dst_id).cp_rank
-    readers = [r for r in dst_holders if dst.parallel.rank(r).cp_rank == dst_cp]
-    j, num_readers = readers.index(dst_id), len(readers)
-    n, p = np.ones(len(elements), np.int64), np.zeros(len(elements), np.int64)
-    if pairing.striping:
-        unit = math.lcm(span_of(src, component), span_of(dst, component))
-        chunk = elements * step // pairing.grid
-        begin = np.maximum(chunk * pairing.grid, first * step)
-        end = np.minimum((chunk + 1) * pairing.grid, num_tokens)
-        n = -(-end // unit) - begin // unit
-        p = elements * step // unit - begin // unit
-    out = np.empty(len(elements), np.int64)
-    for cp in range(src.parallel.cp_size):
-        writers = np.array([r for r in src_holders if src.parallel.rank(r).cp_rank == cp])
-        mine = src_cp == cp
-        at = (j * n[mine] + p[mine]) * len(writers) // (num_readers * n[mine])
-        out[mine] = writers[at]
-    return out
+
+    def __init__(
+        self,
+        pairing: Pairing,
+        component: Component,
+        num_tokens: int,
+        first: int,
+        elements: Ints,
+        dst_id: int,
+    ) -> None:
+        self.src, self.dst, self.component = pairing.src, pairing.dst, component
+        self.dst_id = dst_id
+        self.rows = component.kind == "row"
+        step = component.tokens_per_element
+        self.n, self.p = np.ones(len(elements), np.int64), np.zeros(len(elements), np.int64)
+        self.src_cp = owner_of(self.src, elements * step, num_tokens)
+        if pairing.striping and not self.rows:
+            unit = math.lcm(span_of(self.src, component), span_of(self.dst, component))
+            chunk = elements * step // pairing.grid
+            begin = np.maximum(chunk * pairing.grid, first * step)
+            end = np.minimum((chunk + 1) * pairing.grid, num_tokens)
+            self.n = -(-end // unit) - begin // unit
+            self.p = elements * step // unit - begin // unit
+        self.known: dict[tuple[tuple[int, ...], tuple[int, ...]], Ints] = {}
+
+    def senders(self, spec: Field, layer: int, head: int) -> Ints:
+        """The src rank_id that must have sent each element of a layer and head."""
+        key = (
+            self._holders(self.src, spec, layer, head),
+            self._holders(self.dst, spec, layer, head),
+        )
+        if key not in self.known:
+            self.known[key] = self._senders(*key)
+        return self.known[key]
+
+    def _senders(self, writers: tuple[int, ...], readers: tuple[int, ...]) -> Ints:
+        if self.rows:
+            writer = readers.index(self.dst_id) * len(writers) // len(readers)
+            return np.full(len(self.n), writers[writer])
+        cp_rank = self.dst.parallel.rank(self.dst_id).cp_rank
+        readers = tuple(r for r in readers if self.dst.parallel.rank(r).cp_rank == cp_rank)
+        j = readers.index(self.dst_id)
+        out = np.empty(len(self.n), np.int64)
+        for cp in range(self.src.parallel.cp_size):
+            peers = np.array([r for r in writers if self.src.parallel.rank(r).cp_rank == cp])
+            mine = self.src_cp == cp
+            n, p = self.n[mine], self.p[mine]
+            out[mine] = peers[(j * n + p) * len(peers) // (len(readers) * n)]
+        return out
+
+    def _holders(self, engine: EngineLayout, spec: Field, layer: int, head: int) -> tuple[int, ...]:
+        """Rank_ids that hold a layer and a head, of any CP rank."""
+        stages = engine.placement(self.component.name).layers_by_pp_rank
+        tps = [
+            tp
+            for tp in range(engine.parallel.tp_size)
+            if head in held_heads(engine, self.component, spec, tp)
+        ]
+        return tuple(
+            engine.parallel.rank_id(Rank(pp, cp, tp))
+            for pp, stage in enumerate(stages)
+            if layer in stage
+            for cp in range(engine.parallel.cp_size)
+            for tp in tps
+        )

@@ -128,11 +128,11 @@ def _check_rank(dst: EngineLayout, rank_id: int, memory: Memory, request: Reques
         expected[at - memory.low] = labels
     wrong = (memory.labels != expected) | (memory.hits != (expected != NOBODY))
     if wrong.any():
-        at = int(np.argmax(wrong))
+        worst = int(np.argmax(wrong))
         raise OracleError(
-            f"dst rank {rank_id}, address {at + memory.low:#x}: should hold "
-            f"{describe(dst, int(expected[at]))}, holds {describe(dst, int(memory.labels[at]))} "
-            f"from src rank {memory.senders[at]}, written {memory.hits[at]} times"
+            f"dst rank {rank_id}, address {worst + memory.low:#x}: should hold "
+            f"{describe(dst, int(expected[worst]))}, holds {describe(dst, int(memory.labels[worst]))} "
+            f"from src rank {memory.senders[worst]}, written {memory.hits[worst]} times"
         )
 
 
@@ -150,7 +150,7 @@ def _elements(
         first = first_sent(component, request) if is_dst else 0
         per_page = elements_per_page(engine, component)
         skipped = int(np.searchsorted(mine, first)) // per_page
-        sent = np.arange(len(mine))[mine >= first] if is_dst else np.arange(len(mine))
+        sent = np.flatnonzero(mine >= first)
         pages = np.asarray(ids[component.name], np.int64)
         if is_dst and len(pages) != len(np.unique(sent // per_page)):
             raise OracleError(f"dst rank {rank_id}: {len(pages)} page ids for {component.name}")
@@ -167,13 +167,14 @@ def _elements(
                 np.arange(len(heads)) * at.head_stride,
                 np.arange(spec.head_nbytes),
             )
-            labels = _outer(*_label(c, f, layers, mine[sent], np.array(heads), spec.head_nbytes))
+            labels = _labels(c, f, layers, mine[sent], np.array(heads), spec.head_nbytes)
             yield addresses, labels
     aux = request.dst_aux_index if is_dst else request.src_aux_index
     if aux and pool.aux_row_nbytes:
         row = np.arange(pool.aux_row_nbytes)
-        label = _label(len(engine.kv.components), 0, *[np.zeros(1, np.int64)] * 3, len(row))
-        yield pool.aux_base + aux[rank_id] * pool.aux_row_nbytes + row, _outer(*label)[0, 0, 0]
+        zero = np.zeros(1, np.int64)
+        labels = _labels(len(engine.kv.components), 0, zero, zero, zero, len(row))
+        yield pool.aux_base + aux[rank_id] * pool.aux_row_nbytes + row, labels.ravel()
 
 
 # The definitions, by counting.
@@ -238,15 +239,16 @@ _RADIX = (
 )  # component, field, layer, element, head, byte
 
 
-def _label(
+def _labels(
     component: int, field_index: int, layers: Ints, elements: Ints, heads: Ints, nbytes: int
-) -> tuple[Ints, Ints, Ints, Ints]:
+) -> Ints:
+    """One label per byte: array[layer, element, head, byte]."""
     head_unit = _RADIX[5]
     element_unit = head_unit * _RADIX[4]
     layer_unit = element_unit * _RADIX[3]
     field_unit = layer_unit * _RADIX[2]
     first = (component * _RADIX[1] + field_index) * field_unit
-    return (
+    return _outer(
         first + layers * layer_unit,
         elements * element_unit,
         heads * head_unit,
