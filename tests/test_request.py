@@ -87,7 +87,7 @@ def test_a_message_comes_back_as_it_went(message: object) -> None:
 
 def test_a_transfer_info_as_bytes_of_version_1() -> None:
     golden = (
-        "9ba4696e666ffbcfffffffffffffffffc41000000000000000000000000000000000"
+        "9ca4696e666ffbcfffffffffffffffffc41000000000000000000000000000000000"
         "0904c4080300000070110100"
         "91c4040100000002c20390"
     )
