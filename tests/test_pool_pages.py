@@ -107,7 +107,7 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
 
 
 AllocatorAgainstModel.TestCase.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, derandomize=True, database=None
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 TestAllocatorAgainstModel = AllocatorAgainstModel.TestCase
 

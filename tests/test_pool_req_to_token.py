@@ -82,3 +82,13 @@ def test_sizes_must_be_positive() -> None:
         DecodeReqToTokenPool(0, 10, "cpu", 1)
     with pytest.raises(ConfigError):
         ReqToTokenPool(1, 10, "cpu").alloc(-1)
+
+
+def test_arriving_request_that_fails_gives_its_place_to_the_next() -> None:
+    pool = DecodeReqToTokenPool(1, 4, "cpu", 1)
+    for _ in range(3):
+        slots = pool.alloc(1)
+        assert slots is not None
+        assert pool.alloc(1) is None
+        pool.free(slots)
+    assert (pool.num_running, pool.available) == (0, 1)

@@ -134,3 +134,10 @@ def test_bad_schemas_raise() -> None:
         AuxBuffers((FIELDS[0], FIELDS[0]), 1)
     with pytest.raises(ConfigError, match="num_rows"):
         AuxBuffers(FIELDS, 0)
+
+
+def test_what_is_read_is_a_copy() -> None:
+    aux = AuxBuffers(FIELDS, 1)
+    row = aux.read(0)
+    aux.write(0, first_token=4)
+    assert row["first_token"] == 0
