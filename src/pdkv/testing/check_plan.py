@@ -121,14 +121,26 @@ def _check_fan_in(pairing: Pairing, copies: list[Copy]) -> None:
     pairs = {(s, d) for d in range(num_dst) for s in pairing.writers(d)}
     if pairs != {(s, d) for s in range(num_src) for d in pairing.readers(s)}:
         raise OracleError("readers and writers disagree")
-    if not {(c.src_rank_id, c.dst_rank_id) for c in copies} <= pairs:
+    sent = {(c.src_rank_id, c.dst_rank_id) for c in copies}
+    if not sent <= pairs:
         raise OracleError("a copy between ranks that don't know each other")
+    _check_aux_writers(pairing)
     infos = [s for d in range(num_dst) for s in (*pairing.writers(d), *pairing.dummy_writers(d))]
     for s in range(num_src):
         if infos.count(s) != pairing.num_readers(s) or not infos.count(s):
             raise OracleError(
                 f"src rank {s} awaits {pairing.num_readers(s)}, gets {infos.count(s)}"
             )
+
+
+def _check_aux_writers(pairing: Pairing) -> None:
+    """The lowest rank of the last stage that writes to a rank, else the lowest of that stage."""
+    parallel = pairing.src.parallel
+    last = [i for i, r in enumerate(parallel.ranks()) if r.pp_rank == parallel.pp_size - 1]
+    for d in range(pairing.dst.parallel.num_ranks):
+        writers = [s for s in pairing.writers(d) if s in last]
+        if pairing.aux_writer(d) != min(writers, default=-1):
+            raise OracleError(f"aux of dst rank {d} comes from {pairing.aux_writer(d)}")
 
 
 def _check_grid(pairing: Pairing) -> None:
