@@ -58,9 +58,12 @@ def test_library_files_are_short_and_say_what_they_are(path: Path) -> None:
 
 @pytest.mark.parametrize("path", LIBRARY, ids=relative)
 def test_public_classes_and_functions_have_docstrings(path: Path) -> None:
-    for node in tree(path).body:
+    module = tree(path)
+    inner = set(exported(module) or ()) if path.parent.name in INNER else None
+    for node in module.body:
         if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
-            assert ast.get_docstring(node), f"{node.name} has no docstring"
+            is_public = inner is None or node.name in inner
+            assert ast.get_docstring(node) or not is_public, f"{node.name} has no docstring"
 
 
 @pytest.mark.parametrize("path", LIBRARY, ids=relative)
