@@ -128,6 +128,12 @@ class AuxField(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NBYTES:
+            raise ConfigError(f"aux field {self.name!r}: unknown dtype {self.dtype!r}")
+        if any(size < 1 for size in self.shape):
+            raise ConfigError(f"aux field {self.name!r}: sizes must be positive: {self.shape}")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the field in one row."""
@@ -199,7 +205,8 @@ def _diff(path: str, a: object, b: object) -> Iterable[tuple[str, object, object
         by_name_b = {x["name"]: x for x in b}  # type: ignore[attr-defined]
         if list(by_name_a) != list(by_name_b):
             yield (f"{path}.names", tuple(by_name_a), tuple(by_name_b))
-        for name in by_name_a.keys() & by_name_b.keys():
+        # In the order of a: both sides of a handshake must name the same difference first.
+        for name in [n for n in by_name_a if n in by_name_b]:
             yield from _diff(f"{path}.{name}", by_name_a[name], by_name_b[name])
     elif (
         path.endswith(".layer_ids") and isinstance(a, (list, tuple)) and isinstance(b, list | tuple)

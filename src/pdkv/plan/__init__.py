@@ -1,6 +1,27 @@
-"""Placement: owned boxes -> who sends what to whom -> the bytes of one transfer chunk."""
+"""Placement: owned boxes -> who sends what to whom -> the bytes of one transfer chunk.
 
-from pdkv.plan.runs import Runs
-from pdkv.plan.tags import Tag
+`validate(src, dst)` gives a `Pairing` (once per pair of engines), `Pairing.route` a `Route` (once
+per pair of ranks), `Route.plan` the `Runs` of one `Tag`. Layer 1: numpy and layer 0 only.
+"""
 
-__all__ = ["Runs", "Tag"]
+from pdkv.plan.cost import CostModel, Estimate
+from pdkv.plan.geometry import Tag
+from pdkv.plan.pairing import Pairing, validate
+from pdkv.plan.prepared import Indices, PreparedLists
+from pdkv.plan.route import Route
+from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce
+
+__all__ = [
+    "CostModel",
+    "Estimate",
+    "Indices",
+    "Pairing",
+    "PreparedLists",
+    "Route",
+    "RunBuffer",
+    "Runs",
+    "StridedRuns",
+    "Tag",
+    "coalesce",
+    "validate",
+]

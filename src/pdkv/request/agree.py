@@ -90,6 +90,9 @@ def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
     return Verdict(key, poll, released)
 
 
+class _Entry(msgspec.Struct, frozen=True, array_like=True):
+    """One vote on its way: exactly one of the two keys is set."""
+
     vote: Vote
     identity: Identity | None = None
     open_key: OpenKey | None = None

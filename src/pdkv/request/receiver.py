@@ -47,16 +47,20 @@ class ReceiverMachine(Machine):
     _table = RECEIVER_TABLE
 
     def __init__(
-        self, request: ReceiverRequest, *, rank_id: int, pairing: Pairing, limits: Limits, now: float
+        self,
+        request: ReceiverRequest,
+        *,
+        rank_id: int,
+        pairing: Pairing,
+        limits: Limits,
+        now: float,
     ) -> None:
         super().__init__(now)
         self.request = request
         self.identity = request.identity
         self.writers = frozenset(pairing.writers(rank_id))
         self.peers = self.writers | frozenset(pairing.dummy_writers(rank_id))
-        self.missing = set(
-            pairing.tags(rank_id, request.decode_prefix_len, request.num_tokens)
-        )
+        self.missing = set(pairing.tags(rank_id, request.decode_prefix_len, request.num_tokens))
         self.num_tags = len(self.missing)
         self.num_strays = 0
         self._pairing = pairing
@@ -97,7 +101,9 @@ class ReceiverMachine(Machine):
             case PeerQuiet(peer):
                 self._unquiet.discard(peer)
                 if peer in self.peers and not self.poll.is_terminal:
-                    return self._fail(f"prefill rank {peer} stopped writing before it was done", now)
+                    return self._fail(
+                        f"prefill rank {peer} stopped writing before it was done", now
+                    )
             case Cancel(cause):
                 return self._fail(cause, now)
             case Tick():
@@ -130,7 +136,9 @@ class ReceiverMachine(Machine):
             self._unquiet.add(peer)
         request = self.request
         info = TransferInfo(
-            *msgspec.structs.astuple(request.identity),
+            room=request.identity.room,
+            attempt=request.identity.attempt,
+            incarnation=request.identity.incarnation,
             num_tokens=request.num_tokens,
             decode_prefix_len=request.decode_prefix_len,
             dst_page_ids=request.dst_page_ids if peer in self.writers else b"",

@@ -10,6 +10,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.interfaces import ReadyEvent
 from pdkv.limits import Limits
 from pdkv.plan import Pairing, Tag
 from pdkv.protocol import Failed, Identity, Message, Quiesced, Sent, TransferInfo
@@ -33,7 +34,6 @@ from pdkv.request.events import (
     Tick,
     WriteEnded,
 )
-from pdkv.interfaces import ReadyEvent
 from pdkv.request.machine import Machine
 from pdkv.request.states import SENDER_TABLE, KVPoll, Trigger
 

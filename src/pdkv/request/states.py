@@ -13,7 +13,7 @@ What the states mean:
 
 | KVPoll | sender (prefill rank) | receiver (decode rank) |
 | --- | --- | --- |
-| Bootstrapping | room open, TransferInfos missing | handshake: some writer has no TransferInfo yet |
+| Bootstrapping | room open, TransferInfos missing | some writer has no TransferInfo yet |
 | WaitingForInput | all TransferInfos in, nothing posted | all writers told, nothing arrived |
 | Transferring | some tag was posted | some tag arrived |
 | Success | finished, every tag complete at its reader | every tag in, aux row has the right stamp |

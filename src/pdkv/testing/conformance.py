@@ -28,7 +28,7 @@ from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 from pdkv.testing.backend_pair import Buffer, Pair, runs_of
 
-__all__ = ["BackendConformance", "Buffer", "Pair", "failures", "runs_of"]
+__all__ = ["BackendConformance", "failures"]
 
 _Bytes = npt.NDArray[np.uint8]
 _POOL_NBYTES = 1 << 16

@@ -1,0 +1,35 @@
+# `make demo` and `make test` do all their set-up: a .venv with pinned packages, nothing by hand.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test check lint types format clean prove bench
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt scripts/setup
+	@scripts/setup "$(PYTHON)" "$(VENV)"
+	@touch $@
+
+demo: $(STAMP)  ## one real conversation, prefill and decode in separate processes
+	@$(BIN)/python examples/llama/demo.py
+
+test: $(STAMP)  ## the ordinary suite, under five minutes
+	@$(BIN)/python -m pytest -q -m "not check"
+
+check: $(STAMP)  ## the longer suites
+	@$(BIN)/python -m pytest -q -m "check or slow"
+
+lint: $(STAMP)
+	@$(BIN)/ruff check . && $(BIN)/ruff format --check .
+
+types: $(STAMP)
+	@$(BIN)/mypy
+
+format: $(STAMP)
+	@$(BIN)/ruff check --fix . ; $(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .cache build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""Control-plane plugs: frames to addresses. Import the one you use; none is loaded here."""

@@ -1,0 +1,120 @@
+"""What both endpoints share: the gate between the node and the engine's scheduler. Layer 5."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.endpoint.events import EndpointEvent, Health, Released
+from pdkv.endpoint.gate import Gate, GateOrder
+from pdkv.endpoint.node import Node
+from pdkv.errors import ConfigError
+from pdkv.protocol import Identity
+from pdkv.request.agree import Key, Verdict, Vote, agree
+
+__all__ = ["Endpoint"]
+
+
+class Endpoint:
+    """Base of DecodeEndpoint and PrefillEndpoint. All calls come from the engine's thread."""
+
+    _ref_type: type
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self._gate = Gate()
+        self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
+        self._backlog: list[EndpointEvent] = []
+        self._is_draining = False
+
+    def poll(self, now: float) -> list[EndpointEvent]:
+        """Take the node's news (and make progress, where the node has no thread of its own).
+
+        A group of one rank gets its events here. In a larger group events come from `apply`;
+        `poll` then returns only what earlier verdicts already decided.
+        """
+        self.node.step(now)
+        for change in self.node.take_changes(self._ref_type):
+            self._gate.update(change)
+        events, self._backlog = self._backlog, []
+        if self.node.group_size == 1:
+            while votes := self._gate.votes():
+                verdicts = agree([votes])
+                if not verdicts:
+                    break
+                events += self.apply(verdicts)
+        return events
+
+    def votes(self) -> dict[Key, Vote]:
+        """What this rank knows and its group has not applied; gather it from all ranks."""
+        return self._gate.votes()
+
+    def apply(self, verdicts: Sequence[Verdict]) -> list[EndpointEvent]:
+        """Apply the group's verdicts. Every rank does so with the same ones, in the same order."""
+        events, orders = self._gate.apply(verdicts)
+        self._obey(orders)
+        for event in events:
+            if isinstance(event, Released):
+                ref = event.handle or event.key
+                assert isinstance(ref, Identity | int)
+                self._exposed.pop(ref, None)
+        return events
+
+    def exposed_pages(self) -> npt.NDArray[np.int32]:
+        """Page ids that a peer may still read or write: they may not be moved or reused."""
+        ids = [part for parts in self._exposed.values() for part in parts]
+        return np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int32)
+
+    @property
+    def num_live(self) -> int:
+        """Requests that are not yet released."""
+        return len(self._gate)
+
+    def health(self) -> Health:
+        """What is wrong, what each request waits for, what is in quarantine."""
+        return self.node.health()
+
+    def declare_gone(self, incarnation: bytes) -> None:
+        """Operator's proof that a life of an engine can't write any more: quarantine ends."""
+        self.node.declare_gone(incarnation)
+
+    def drain(self) -> bool:
+        """Admit nothing from now on; True when nothing is live any more."""
+        self._is_draining = True
+        return not self._gate
+
+    def close(self) -> None:
+        """Give up what is live. The node lives on; close it separately."""
+        self._is_draining = True
+        for ref in list(self._exposed):
+            self._cancel(ref, "endpoint closed")
+
+    def _admit(self) -> None:
+        if self._is_draining:
+            raise ConfigError("the endpoint drains or is closed: it admits nothing")
+
+    def _cancel(self, ref: Identity | int, cause: str) -> None:
+        self.node.call(lambda now: self.node.core.requests.cancel(ref, cause, now))
+
+    def _watch(self, ref: Identity | int, key: Key, terms: tuple[int, int]) -> None:
+        events, orders = self._gate.add(ref, key, terms)
+        self._backlog += events
+        self._obey(orders)
+
+    def _obey(self, orders: Sequence[GateOrder]) -> None:
+        requests = self.node.core.requests
+        for order in orders:
+            if order.verb == "cancel":
+                self._cancel(order.ref, order.cause)
+            elif order.verb == "forget":
+                self.node.call(lambda now, ref=order.ref: requests.forget(ref, now))  # type: ignore[misc]
+            else:
+                self.node.call(
+                    lambda now, o=order: requests.bind(o.ref, o.identity, now)  # type: ignore[misc]
+                )
+
+    def snapshot(self) -> Mapping[Key, int]:
+        """Applied outcome of every live request."""
+        return self._gate.snapshot()

@@ -1,0 +1,307 @@
+"""The loop of a node: what arrived goes to the requests, what they ask for goes out.
+
+`step(now)` is one bounded batch. One thread runs it: the node's own, or the engine's. A frame, a
+peer or a backend error ends its own request or peer, never the loop.
+
+Around it: `Links` knows peers and frames, `Requests` the machines, `Writes` posted transfers.
+Layer 5.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable
+
+from pdkv.endpoint.events import Health, WaitingRequest
+from pdkv.endpoint.links import Links
+from pdkv.endpoint.peers import Peer, PeerState
+from pdkv.endpoint.requests import Receiving, Requests
+from pdkv.endpoint.writes import Writes
+from pdkv.errors import RemoteProtocolError
+from pdkv.interfaces import ControlChannel, TransferBackend
+from pdkv.layout import EngineLayout, PoolLayout
+from pdkv.limits import Limits
+from pdkv.plan import Tag
+from pdkv.pool.aux import AuxBuffers
+from pdkv.protocol import (
+    Abort,
+    AnyMessage,
+    Ask,
+    Failed,
+    Hello,
+    Identity,
+    Keepalive,
+    Quiesced,
+    Refused,
+    Sent,
+    TransferInfo,
+    Waiting,
+    decode,
+    decode_frame,
+    decode_notification,
+)
+from pdkv.request.events import (
+    Event,
+    Outcome,
+    PeerFailed,
+    PeerLost,
+    PeerQuiet,
+    PeerReady,
+    PeerSeen,
+    TagArrived,
+    TagsReported,
+)
+
+__all__ = ["NodeCore"]
+
+_log = logging.getLogger("pdkv")
+
+
+class NodeCore:
+    """All state of a node that its progress thread owns."""
+
+    def __init__(
+        self,
+        *,
+        backend: TransferBackend,
+        control: ControlChannel,
+        layout: EngineLayout,
+        rank_id: int,
+        pool: PoolLayout,
+        aux: AuxBuffers,
+        incarnation: bytes,
+        limits: Limits,
+        clock: Callable[[], float],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        self.links = Links(
+            backend=backend,
+            control=control,
+            layout=layout,
+            rank_id=rank_id,
+            pool=pool,
+            incarnation=incarnation,
+            limits=limits,
+            counters=self.counters,
+        )
+        self.writes = Writes(backend=backend, aux=aux, clock=clock)
+        self.requests = Requests(
+            links=self.links, writes=self.writes, rank_id=rank_id, limits=limits
+        )
+        self._backend = backend
+        self._control = control
+        self._layout = layout
+        self._aux = aux
+        self._incarnation = incarnation
+        self._limits = limits
+        self._commands: deque[Callable[[float], None]] = deque()
+        self._ticked_at = 0.0
+        self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
+
+    def call(self, command: Callable[[float], None]) -> None:
+        """Queue a command for the next step. Any thread."""
+        self._commands.append(command)
+        self._control.wake()
+
+    @property
+    def is_active(self) -> bool:
+        """Whether bytes may move or words are due, so that waiting long would be felt."""
+        return bool(self._commands or self.requests.receivers or self.requests.senders)
+
+    @property
+    def tick_s(self) -> float:
+        """How long a step may be put off at most."""
+        return self._tick_s
+
+    def step(self, now: float) -> bool:
+        """One bounded batch of everything; True when something happened."""
+        busy = bool(self._commands)
+        for _ in range(len(self._commands)):
+            self._commands.popleft()(now)
+        for data in self._control.receive(self._limits.max_frames_per_step):
+            self._guarded(self._on_frame, data, now)
+            busy = True
+        for note in self._backend.notifications():
+            self._guarded(self._on_notification, note, now)
+            busy = True
+        for owner, event in self.writes.poll():
+            self._tell_delivered(owner, event, now)
+            self.requests.inbox.append((owner, event))
+            busy = True
+        if now - self._ticked_at >= self._tick_s:
+            self._tick(now)
+        self.requests.run(now)
+        return self.writes.post() or busy
+
+    def _guarded(self, handler: Callable[[bytes, float], None], data: bytes, now: float) -> None:
+        try:
+            handler(data, now)
+        except RemoteProtocolError as error:
+            self.counters["malformed"] += 1
+            _log.warning("dropped: %s", error)
+
+    # -- frames -----------------------------------------------------------------------------------
+
+    def _on_frame(self, data: bytes, now: float) -> None:
+        frame = decode_frame(data)
+        message = decode(frame.body)
+        if isinstance(message, Refused):
+            self._on_refused(frame.from_incarnation, message)
+            return
+        if isinstance(message, Hello):
+            self._on_hello(data, message, now)
+            return
+        peer = self.links.get((frame.from_incarnation, frame.from_rank_id))
+        if peer is None or frame.to_incarnation != self._incarnation:
+            self.counters["frames_of_strangers"] += 1
+            return
+        if not peer.accept(frame):
+            self.counters["frames_doubled"] += 1
+            return
+        peer.heard_at = now
+        if peer.state is PeerState.LOST and peer.hello is not None:
+            peer.state = PeerState.READY
+        self._on_message(peer, message, now)
+
+    def _on_hello(self, data: bytes, hello: Hello, now: float) -> None:
+        frame = decode_frame(data)
+        for old in self.links.peers.others_at(hello.address, frame.from_incarnation):
+            if old.state not in (PeerState.LOST, PeerState.GONE):
+                old.state = PeerState.LOST
+                self.requests.tell_all(old, PeerLost(old.rank_id, "restarted"))
+        peer = self.links.on_hello(frame, hello, now)
+        if peer is None:
+            return
+        peer.accept(frame)
+        peer.heard_at = now
+        if hello.is_reply:
+            self.requests.tell_all(peer, PeerReady(peer.rank_id))
+
+    def _on_refused(self, incarnation: bytes, refused: Refused) -> None:
+        for peer in self.links.peers:
+            same_life = peer.key[0] == incarnation or refused.field == "incarnation"
+            if peer.state is PeerState.CONNECTING and same_life:
+                self.links.on_refused(peer.address, refused)
+                self.requests.tell_all(peer, PeerFailed(peer.rank_id, refused.text))
+                return
+
+    def _on_message(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        match message:
+            case TransferInfo():
+                self.requests.on_info(peer, message, now)
+            case Abort(identity, cause):
+                self.requests.on_abort(peer, identity, cause, now)
+            case Ask(identity):
+                self.requests.on_ask(peer, identity, now)
+            case Failed(identity, cause):
+                self._to_receiver(peer, identity, PeerFailed(peer.rank_id, cause))
+            case Quiesced(identity):
+                self._to_receiver(peer, identity, PeerQuiet(peer.rank_id))
+            case Sent(identity, tags):
+                self._on_sent(peer, identity, tags)
+            case Keepalive(waiting):
+                self._on_keepalive(peer, waiting)
+            case _:
+                self.counters["unexpected_messages"] += 1
+
+    def _to_receiver(self, peer: Peer, identity: Identity, event: Event) -> None:
+        owner = self.requests.receivers.get(identity)
+        if owner is not None and owner.engine == peer.key[0]:
+            self.requests.inbox.append((owner, event))
+
+    def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
+        known = {item.identity: item.poll for item in waiting}
+        for identity, owner in self.requests.receivers.items():
+            if owner.engine == peer.key[0]:
+                seen = PeerSeen(peer.rank_id, known.get(identity))
+                self.requests.inbox.append((owner, seen))
+
+    # -- bytes that arrived -----------------------------------------------------------------------
+
+    def _on_notification(self, data: bytes, now: float) -> None:
+        note = decode_notification(data)
+        owner = self.requests.receivers.get(note.identity)
+        if owner is None:
+            self.counters["notifications_stale"] += 1
+            return
+        owner.stats.first_tag_at = owner.stats.first_tag_at or now
+        owner.stats.last_tag_at = now
+        self.requests.inbox.append((owner, self._arrived(owner, note.tag)))
+
+    def _on_sent(self, peer: Peer, identity: Identity, tags: tuple[tuple[int, int], ...]) -> None:
+        owner = self.requests.receivers.get(identity)
+        if owner is None or owner.engine != peer.key[0]:
+            return
+        aux = len(self._layout.kv.components)
+        event: Event = TagsReported(peer.rank_id, tags)
+        if any(component == aux for component, _ in tags):
+            checked = self._arrived(owner, Tag(peer.rank_id, aux, 0))
+            event = checked if isinstance(checked, PeerFailed) else event
+        self.requests.inbox.append((owner, event))
+
+    def _arrived(self, owner: Receiving, tag: Tag) -> Event:
+        """A tag is in memory. The aux row must carry the stamp of exactly this identity."""
+        if tag.component != len(self._layout.kv.components):
+            return TagArrived(tag)
+        request = owner.machine.request
+        stamp = self._aux.read_stamp(request.dst_aux_index)
+        if stamp is None or stamp.identity != request.identity:
+            return PeerFailed(tag.writer, "the aux row has the stamp of another request")
+        if stamp.num_tokens != request.num_tokens:
+            return PeerFailed(tag.writer, f"the aux row says {stamp.num_tokens} tokens")
+        owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
+        return TagArrived(tag)
+
+    def _tell_delivered(self, owner: object, event: Event, now: float) -> None:
+        sent = self.writes.delivered(owner, event)  # type: ignore[arg-type]
+        if sent is not None:
+            peer = self.links.get((sent.identity.incarnation, event.peer))  # type: ignore[attr-defined]
+            if peer is not None:
+                self.links.send(peer, sent, now)
+
+    # -- time -------------------------------------------------------------------------------------
+
+    def _tick(self, now: float) -> None:
+        self._ticked_at = now
+        self.links.greet_again(now)
+        for peer in self.links.lost(now):
+            silent = f"silent for {now - peer.heard_at:.1f} s"
+            self.requests.tell_all(peer, PeerLost(peer.rank_id, silent))
+        self.requests.tick(now)
+        for peer in self.links.peers:
+            alive = peer.state in (PeerState.READY, PeerState.LOST)
+            if alive and now - peer.said_at >= self._limits.keepalive_s:
+                self.links.send(peer, self._keepalive(peer), now)
+        self.links.reap()
+
+    def _keepalive(self, peer: Peer) -> Keepalive:
+        """What I know of the requests that concern this peer."""
+        waiting = []
+        for owner in self.requests.owners():
+            machine = owner.machine
+            is_peer = peer.rank_id in self.requests.peer_ranks(owner)
+            if machine.identity and is_peer and self.requests.engine_of(owner) == peer.key[0]:
+                waiting.append(Waiting(machine.identity, int(machine.poll)))
+        return Keepalive(tuple(waiting))
+
+    def health(self) -> Health:
+        """A snapshot for an operator."""
+        requests = self.requests
+        waiting = tuple(
+            WaitingRequest(
+                str(owner.machine.identity or "unbound"),
+                owner.machine.poll.name,
+                owner.machine.memory.value,
+                owner.machine.waits_for(),
+                owner.machine.cause,
+            )
+            for owner in requests.owners()
+        )
+        return Health(
+            problems=tuple(requests.problems()),
+            waiting=waiting,
+            num_quarantined=len(requests.quarantined()),
+            refusals=tuple(self.links.refusals),
+            counters=dict(self.counters),
+        )

@@ -1,0 +1,126 @@
+"""What an endpoint tells its engine, one type per entry of the gate, and the figures of a request.
+
+Layer 5.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pdkv.protocol import Identity
+from pdkv.request.agree import OpenKey
+from pdkv.request.events import Outcome
+from pdkv.request.states import KVPoll
+
+__all__ = [
+    "Bootstrapped",
+    "Change",
+    "EndpointEvent",
+    "Health",
+    "Refusal",
+    "Released",
+    "RequestFailed",
+    "Succeeded",
+    "TransferStats",
+    "WaitingRequest",
+]
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """Figures of one request on one rank. Bytes and descriptors are the sender's, aux included
+    in neither; times are of the node's clock (monotonic seconds), 0 where it did not happen.
+
+    plan_s, post_s, wire_s: sums over the tags: building copy plans, handing them to the backend,
+    and from there to their completion.
+    """
+
+    num_tags: int = 0
+    nbytes: int = 0
+    num_descriptors: int = 0
+    nbytes_by_peer: dict[int, int] = msgspec.field(default_factory=dict)
+    plan_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    submitted_at: float = 0.0
+    bootstrapped_at: float = 0.0
+    first_tag_at: float = 0.0
+    last_tag_at: float = 0.0
+    concluded_at: float = 0.0
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """The node's word to a gate: where a request stands on this rank.
+
+    `ref` is the identity of a receiver or the handle id of a sender.
+    """
+
+    ref: Identity | int
+    poll: KVPoll
+    released: bool
+    cause: str = ""
+    candidate: Identity | None = None
+    outcome: Outcome = Outcome.CONTINUE
+    num_tokens: int = 0
+    stats: TransferStats | None = None
+
+
+class EndpointEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """Base of what `poll` and `apply` return. All ranks of a group see the same, in order.
+
+    `handle` is the prefill handle's id, 0 on the decode side.
+    """
+
+    key: Identity | OpenKey
+    handle: int = 0
+
+
+class Bootstrapped(EndpointEvent, frozen=True, kw_only=True):
+    """Both sides know each other's pages. Prefill: the handle is bound to `identity` for good."""
+
+    identity: Identity
+
+
+class Succeeded(EndpointEvent, frozen=True, kw_only=True):
+    """Every byte is where it belongs. Decode: `outcome` and `num_tokens` as prefill stamped."""
+
+    outcome: Outcome = Outcome.CONTINUE
+    num_tokens: int = 0
+    stats: TransferStats
+
+
+class RequestFailed(EndpointEvent, frozen=True, kw_only=True):
+    """The first cause. The memory is not free yet: wait for Released."""
+
+    cause: str
+
+
+class Released(EndpointEvent, frozen=True, kw_only=True):
+    """The request's pages, aux slot and state may be reused, on every rank."""
+
+
+class WaitingRequest(msgspec.Struct, frozen=True):
+    """One request that is not over: what it waits for, and from which ranks of the peer."""
+
+    key: str
+    poll: str
+    memory: str
+    peers: tuple[int, ...]
+    cause: str
+
+
+class Refusal(msgspec.Struct, frozen=True):
+    """A handshake that failed, in the same words on both sides."""
+
+    address: str
+    field: str
+    text: str
+
+
+class Health(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot. `problems` is empty when the node admits requests."""
+
+    problems: tuple[str, ...]
+    waiting: tuple[WaitingRequest, ...]
+    num_quarantined: int
+    refusals: tuple[Refusal, ...]
+    counters: dict[str, int]

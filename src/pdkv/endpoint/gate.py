@@ -1,0 +1,200 @@
+"""The one gate through which an engine's scheduler sees anything: votes out, verdicts in.
+
+Pure book-keeping on the engine's thread. It holds, for each request, what this rank knows and
+what the group has applied, and votes exactly on the difference, so that cost follows change.
+Refuses to know how votes travel. Layer 5 (imports layer 2 only).
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pdkv.endpoint.events import (
+    Bootstrapped,
+    Change,
+    EndpointEvent,
+    Released,
+    RequestFailed,
+    Succeeded,
+)
+from pdkv.protocol import Identity
+from pdkv.request.agree import Key, OpenKey, Verdict, Vote
+from pdkv.request.states import KVPoll
+
+__all__ = ["Gate", "GateOrder"]
+
+_MAX_DOOMED = 4096
+
+
+@dataclass(frozen=True)
+class GateOrder:
+    """What the node must be told after verdicts were applied: `bind`, `cancel` or `forget`."""
+
+    verb: str
+    ref: Identity | int
+    identity: Identity | None = None
+    cause: str = ""
+
+
+@dataclass
+class _Entry:
+    ref: Identity | int
+    key: Key
+    terms: tuple[int, int]
+    local: Change | None = None
+    applied: KVPoll = KVPoll.Bootstrapping
+    applied_released: bool = False
+
+    @property
+    def handle(self) -> int:
+        return self.ref if isinstance(self.ref, int) else 0
+
+
+class Gate:
+    """Votes and verdicts of one endpoint."""
+
+    def __init__(self) -> None:
+        self._by_key: dict[Key, _Entry] = {}
+        self._by_ref: dict[Identity | int, _Entry] = {}
+        self._changed: dict[Key, None] = {}
+        # Verdicts that came before this rank's engine submitted: Failed absorbs unknown.
+        self._doomed: OrderedDict[Key, str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._by_ref)
+
+    def add(
+        self, ref: Identity | int, key: Key, terms: tuple[int, int]
+    ) -> tuple[list[EndpointEvent], list[GateOrder]]:
+        """Begin to watch a request. It may already be doomed by the other ranks."""
+        entry = _Entry(ref, key, terms)
+        self._by_key[key] = self._by_ref[ref] = entry
+        cause = self._doomed.pop(key, None)
+        if cause is None:
+            return [], []
+        return self._apply_one(Verdict(key, KVPoll.Failed, False, cause))
+
+    def contains(self, ref: Identity | int) -> bool:
+        """Whether the request is still watched: not yet released."""
+        return ref in self._by_ref
+
+    def is_live(self, ref: Identity | int) -> bool:
+        """Whether the request has no applied outcome yet."""
+        entry = self._by_ref.get(ref)
+        return entry is not None and not entry.applied.is_terminal
+
+    def update(self, change: Change) -> None:
+        """Take this rank's news."""
+        entry = self._by_ref.get(change.ref)
+        if entry is not None:
+            entry.local = change
+            self._changed[entry.key] = None
+
+    def votes(self) -> dict[Key, Vote]:
+        """What this rank knows and its group has not applied. Empty when nothing changed."""
+        votes: dict[Key, Vote] = {}
+        for key in list(self._changed):
+            vote = self._vote(self._by_key[key]) if key in self._by_key else None
+            if vote is None:
+                del self._changed[key]
+            else:
+                votes[key] = vote
+        return votes
+
+    def apply(self, verdicts: Sequence[Verdict]) -> tuple[list[EndpointEvent], list[GateOrder]]:
+        """Take the group's verdicts, in their order: events for the engine, orders for the node."""
+        events: list[EndpointEvent] = []
+        orders: list[GateOrder] = []
+        for verdict in verdicts:
+            more_events, more_orders = self._apply_one(verdict)
+            events += more_events
+            orders += more_orders
+        return events, orders
+
+    def snapshot(self) -> Mapping[Key, KVPoll]:
+        """Applied outcome by key."""
+        return {key: entry.applied for key, entry in self._by_key.items()}
+
+    def _vote(self, entry: _Entry) -> Vote | None:
+        local = entry.local
+        if local is None:
+            return None
+        if entry.applied.is_terminal:
+            return Vote(entry.applied, True, terms=entry.terms) if local.released else None
+        if local.poll is KVPoll.Failed:
+            return Vote(local.poll, local.released, local.cause, terms=entry.terms)
+        if isinstance(entry.key, OpenKey):
+            if local.candidate is None:
+                return None
+            return Vote(KVPoll.WaitingForInput, candidate=local.candidate, terms=entry.terms)
+        if local.poll > entry.applied:
+            return Vote(local.poll, local.released, terms=entry.terms)
+        return None
+
+    def _apply_one(self, verdict: Verdict) -> tuple[list[EndpointEvent], list[GateOrder]]:
+        entry = self._by_key.get(verdict.key)
+        if entry is None:
+            if verdict.poll == KVPoll.Failed and not verdict.released:
+                self._doomed[verdict.key] = verdict.cause
+                while len(self._doomed) > _MAX_DOOMED:
+                    self._doomed.popitem(last=False)
+            return [], []
+        events: list[EndpointEvent] = []
+        orders: list[GateOrder] = []
+        poll = KVPoll(verdict.poll)
+        if not entry.applied.is_terminal and (poll is KVPoll.Failed or poll > entry.applied):
+            self._advance(entry, verdict, poll, events, orders)
+        if verdict.released and entry.applied.is_terminal and not entry.applied_released:
+            entry.applied_released = True
+            events.append(Released(key=entry.key, handle=entry.handle))
+            orders.append(GateOrder("forget", entry.ref))
+            del self._by_key[entry.key], self._by_ref[entry.ref]
+            self._changed.pop(entry.key, None)
+        return events, orders
+
+    def _advance(
+        self,
+        entry: _Entry,
+        verdict: Verdict,
+        poll: KVPoll,
+        events: list[EndpointEvent],
+        orders: list[GateOrder],
+    ) -> None:
+        before = entry.applied
+        entry.applied = poll
+        self._changed[entry.key] = None
+        if poll is KVPoll.Failed:
+            events.append(RequestFailed(key=entry.key, handle=entry.handle, cause=verdict.cause))
+            orders.append(GateOrder("cancel", entry.ref, cause=verdict.cause))
+            return
+        if isinstance(entry.key, OpenKey):
+            assert verdict.identity is not None
+            self._rekey(entry, verdict.identity)
+            orders.append(GateOrder("bind", entry.ref, identity=verdict.identity))
+        identity = entry.key
+        assert isinstance(identity, Identity)
+        if before is KVPoll.Bootstrapping:
+            events.append(Bootstrapped(key=identity, handle=entry.handle, identity=identity))
+        if poll is KVPoll.Success:
+            local = entry.local
+            assert local is not None
+            assert local.stats is not None
+            events.append(
+                Succeeded(
+                    key=identity,
+                    handle=entry.handle,
+                    outcome=local.outcome,
+                    num_tokens=local.num_tokens,
+                    stats=local.stats,
+                )
+            )
+
+    def _rekey(self, entry: _Entry, identity: Identity) -> None:
+        del self._by_key[entry.key]
+        self._changed.pop(entry.key, None)
+        entry.key = identity
+        entry.terms = (entry.terms[0], 0)
+        self._by_key[identity] = entry
+        self._changed[identity] = None

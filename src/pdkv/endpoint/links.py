@@ -1,0 +1,245 @@
+"""Peers of a node and the frames between them: handshake, keepalive, loss.
+
+Knows nothing of requests; what a peer says about them is handed on by the core. Layer 5.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+
+from pdkv.endpoint.events import Refusal
+from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
+from pdkv.errors import ConfigError, LayoutMismatch, PdkvError
+from pdkv.interfaces import ControlChannel, TransferBackend
+from pdkv.layout import EngineLayout, PoolLayout
+from pdkv.limits import Limits
+from pdkv.plan import Pairing, validate
+from pdkv.protocol import (
+    MIN_PROTOCOL_VERSION,
+    PROTOCOL_VERSION,
+    Frame,
+    Hello,
+    Message,
+    Refused,
+    encode_frame,
+)
+from pdkv.rendezvous import EngineRecord
+
+__all__ = ["Links"]
+
+_log = logging.getLogger("pdkv")
+_MAX_REFUSALS = 64
+
+
+class Links:
+    """The peer table, and everything that is said before requests are."""
+
+    def __init__(
+        self,
+        *,
+        backend: TransferBackend,
+        control: ControlChannel,
+        layout: EngineLayout,
+        rank_id: int,
+        pool: PoolLayout,
+        incarnation: bytes,
+        limits: Limits,
+        counters: Counter[str],
+    ) -> None:
+        self.peers = PeerTable(limits.max_peers)
+        self.refusals: deque[Refusal] = deque(maxlen=_MAX_REFUSALS)
+        self._backend = backend
+        self._control = control
+        self._layout = layout
+        self._rank_id = rank_id
+        self._pool = pool
+        self._incarnation = incarnation
+        self._limits = limits
+        self._counters = counters
+        self._pairings: dict[str, Pairing] = {}
+        self._metadata = backend.metadata()
+
+    def get(self, key: PeerKey) -> Peer | None:
+        """The peer under this key, if known."""
+        return self.peers.get(key)
+
+    def send(self, peer: Peer, message: Message, now: float) -> None:
+        """One frame. A full way drops it: every message is asked for or sent again."""
+        self._send_to(peer.address, peer.key[0], peer.epoch, peer.next_sequence(), message)
+        peer.said_at = now
+
+    def _send_to(
+        self, address: str, incarnation: bytes, epoch: int, sequence: int, message: Message
+    ) -> None:
+        data = encode_frame(
+            message,
+            from_incarnation=self._incarnation,
+            from_rank_id=self._rank_id,
+            to_incarnation=incarnation,
+            epoch=epoch,
+            sequence=sequence,
+        )
+        try:
+            sent = self._control.send(address, data)
+        except PdkvError as error:
+            _log.warning("can't send to %s: %s", address, error)
+            sent = False
+        if not sent:
+            self._counters["frames_not_sent"] += 1
+
+    # -- the reader's half of a handshake -------------------------------------------------------
+
+    def meet(
+        self, engine: EngineRecord, rank_id: int, pairing: Pairing | None, now: float
+    ) -> Peer | None:
+        """The peer `rank_id` of an engine, greeted if need be; None when the table is full."""
+        key = (engine.incarnation, rank_id)
+        peer = self.peers.add(key, engine.addresses[rank_id])
+        if peer is None:
+            return None
+        if peer.state in (PeerState.LOST, PeerState.REFUSED):
+            peer.renew()
+            peer.state = PeerState.CONNECTING
+        if peer.state is PeerState.CONNECTING:
+            peer.hello_at = now
+            peer.grid = pairing.grid if pairing else 0
+            self.send(peer, self._hello(peer.grid), now)
+        return peer
+
+    def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
+        return Hello(
+            version=PROTOCOL_VERSION,
+            min_version=MIN_PROTOCOL_VERSION,
+            rank_id=self._rank_id,
+            address=self._control.address,
+            engine=self._layout,
+            pool=self._pool,
+            backend=self._backend.name,
+            metadata=self._metadata,
+            is_reply=is_reply,
+            grid=grid,
+            capabilities=("decode_prefix",),
+        )
+
+    # -- the writer's half ----------------------------------------------------------------------
+
+    def on_hello(self, frame: Frame, hello: Hello, now: float) -> Peer | None:
+        """A greeting or its answer; the peer when the handshake is done with it."""
+        key = (frame.from_incarnation, frame.from_rank_id)
+        known = self.peers.get(key)
+        if hello.is_reply:
+            return self._on_reply(known, hello, now)
+        if frame.to_incarnation and frame.to_incarnation != self._incarnation:
+            text = "another life of this engine answers here: it was restarted"
+            self._refuse(hello.address, frame, "incarnation", text)
+            return None
+        peer = known or self.peers.add(key, hello.address)
+        if peer is None:
+            self._refuse(hello.address, frame, "peers", "too many peers")
+            return None
+        if peer.hello != hello:
+            try:
+                self._learn(peer, hello)
+            except (LayoutMismatch, PdkvError) as error:
+                field = error.field if isinstance(error, LayoutMismatch) else "backend"
+                peer.state, peer.reason = PeerState.REFUSED, str(error)
+                self._refuse(hello.address, frame, field, str(error))
+                return None
+        peer.state = PeerState.READY
+        assert peer.pairing is not None
+        self.send(peer, self._hello(peer.pairing.grid, is_reply=True), now)
+        return peer
+
+    def _on_reply(self, peer: Peer | None, hello: Hello, now: float) -> Peer | None:
+        if peer is None:
+            return None
+        peer.hello = peer.hello or hello
+        if peer.state is PeerState.CONNECTING:
+            peer.state = PeerState.READY
+        return peer
+
+    def _learn(self, peer: Peer, hello: Hello) -> None:
+        """Everything that can be wrong between me as a writer and this reader, found now."""
+        if hello.min_version > PROTOCOL_VERSION or hello.version < MIN_PROTOCOL_VERSION:
+            mine = (MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)
+            raise LayoutMismatch("version", mine, (hello.min_version, hello.version))
+        if hello.backend != self._backend.name:
+            raise LayoutMismatch("backend", self._backend.name, hello.backend)
+        if hello.rank_id != peer.rank_id:
+            raise ConfigError(f"Hello of rank {hello.rank_id} in a frame of rank {peer.rank_id}")
+        pairing = self.pairing_to(hello.engine)
+        if hello.grid and hello.grid != pairing.grid:
+            raise LayoutMismatch("grid", pairing.grid, hello.grid)
+        route = None
+        if peer.rank_id in pairing.readers(self._rank_id):
+            route = pairing.route(self._rank_id, peer.rank_id, self._pool, hello.pool)
+            peer.backend_key = self._backend.connect(hello.metadata)
+        peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
+
+    def pairing_to(self, dst: EngineLayout) -> Pairing:
+        """This engine as the source of `dst`, computed once per layout."""
+        return self._pairing("to", self._layout, dst)
+
+    def _pairing(self, way: str, src: EngineLayout, dst: EngineLayout) -> Pairing:
+        other = dst if way == "to" else src
+        key = f"{way}:{other.fingerprint()}"
+        if key not in self._pairings:
+            self._pairings[key] = validate(src, dst)
+        return self._pairings[key]
+
+    def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
+        self._note_refusal(address, field, text)
+        refused = Refused(field, text[:4000])
+        self._send_to(address, frame.from_incarnation, frame.epoch, frame.sequence, refused)
+
+    def _note_refusal(self, address: str, field: str, text: str) -> None:
+        self.refusals.append(Refusal(address, field, text))
+        self._counters["refused"] += 1
+        _log.warning("handshake with %s refused: %s", address, text)
+
+    def on_refused(self, address: str, refused: Refused) -> Peer | None:
+        """The answer to my Hello. The life that answers may not be the one I asked for."""
+        self._note_refusal(address, refused.field, refused.text)
+        for peer in self.peers:
+            if peer.address == address and peer.state is PeerState.CONNECTING:
+                peer.state, peer.reason = PeerState.REFUSED, refused.text
+                return peer
+        return None
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def lost(self, now: float) -> list[Peer]:
+        """Peers that have just fallen silent for too long."""
+        silent = [
+            peer
+            for peer in self.peers
+            if peer.state is PeerState.READY and now - peer.heard_at > self._limits.peer_lost_s
+        ]
+        for peer in silent:
+            peer.state = PeerState.LOST
+        return silent
+
+    def greet_again(self, now: float) -> None:
+        """A Hello without an answer goes out again."""
+        for peer in self.peers:
+            overdue = now - peer.hello_at >= self._limits.resend_s
+            if peer.state is PeerState.CONNECTING and overdue:
+                peer.hello_at = now
+                self.send(peer, self._hello(peer.grid), now)
+
+    def reap(self) -> None:
+        """Peers that are no more, and that no request needs: sockets and names go back."""
+        dead = (PeerState.LOST, PeerState.GONE, PeerState.REFUSED)
+        for peer in self.peers:
+            if peer.state not in dead or peer.requests:
+                continue
+            if peer.backend_key:
+                try:
+                    self._backend.disconnect(peer.backend_key)
+                except PdkvError as error:  # something is still in flight to it: later
+                    _log.info("can't disconnect %s yet: %s", peer.address, error)
+                    continue
+            if not any(p.address == peer.address and p is not peer for p in self.peers):
+                self._control.forget(peer.address)
+            self.peers.remove(peer)

@@ -1,0 +1,186 @@
+"""One node per process: it owns the backend, the control channel and their thread.
+
+Both roles share it, because registering one memory twice is an error in most transfer engines.
+By default a thread of the node's own makes progress, so that a forward pass of the engine holds
+nothing up; with `threaded=False` the engine calls `poll` of an endpoint (or `step`) often enough:
+the right way for an engine whose own thread computes in Python all the time. Layer 5.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Self
+
+from pdkv.endpoint.core import NodeCore
+from pdkv.endpoint.events import Change, Health
+from pdkv.errors import ConfigError
+from pdkv.interfaces import ControlChannel, TransferBackend
+from pdkv.layout import EngineLayout, MemoryRegion, PoolLayout
+from pdkv.limits import Limits
+from pdkv.plan import Pairing, validate
+from pdkv.pool.aux import AuxBuffers
+from pdkv.protocol import Identity
+
+__all__ = ["Node"]
+
+_log = logging.getLogger("pdkv")
+_NAP_S = 50e-6
+_IDLE_WAIT_S = 0.02
+
+
+class Node:
+    """The process's part of the transfer plane.
+
+    `pool`: this rank's addresses (`KVPool.layout(aux)`, or the engine's own). `aux` must be the
+    buffers whose region `pool` names. `incarnation`: 16 random bytes, one per life of the engine,
+    the same on all its ranks. Takes ownership of `backend` and `control` and closes them.
+    """
+
+    def __init__(
+        self,
+        *,
+        backend: TransferBackend,
+        control: ControlChannel,
+        layout: EngineLayout,
+        pool: PoolLayout,
+        aux: AuxBuffers,
+        incarnation: bytes,
+        rank_id: int = 0,
+        limits: Limits | None = None,
+        threaded: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if len(incarnation) != 16:
+            raise ConfigError(f"an incarnation is 16 bytes, got {len(incarnation)}")
+        layout.parallel.rank(rank_id)  # raises for a rank outside the engine
+        if pool.aux_base != aux.base or pool.aux_row_nbytes != aux.row_nbytes:
+            raise ConfigError("pool names other aux rows than `aux`: use KVPool.layout(aux)")
+        self.layout = layout
+        self.rank_id = rank_id
+        self.pool = pool
+        self.aux = aux
+        self.incarnation = incarnation
+        self.limits = limits or Limits()
+        self.own_pairing: Pairing = validate(layout, layout)
+        self._backend = backend
+        self._control = control
+        self._clock = clock
+        self._regions: tuple[MemoryRegion, ...] = pool.regions
+        backend.register(self._regions)
+        self.core = NodeCore(
+            backend=backend,
+            control=control,
+            layout=layout,
+            rank_id=rank_id,
+            pool=pool,
+            aux=aux,
+            incarnation=incarnation,
+            limits=self.limits,
+            clock=clock,
+        )
+        self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
+        self._broken: str = ""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+        if threaded:
+            self._thread = threading.Thread(target=self._run, name="pdkv-node", daemon=True)
+            self._thread.start()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def address(self) -> str:
+        """Where peers reach this node's control channel; goes into the engine's record."""
+        return self._control.address
+
+    @property
+    def group_size(self) -> int:
+        """Ranks that share this engine's scheduler."""
+        return self.layout.parallel.num_ranks
+
+    def now(self) -> float:
+        """The node's clock, in seconds."""
+        return self._clock()
+
+    def step(self, now: float | None = None) -> bool:
+        """Make progress from the engine's thread. With a thread of its own, nothing to do."""
+        if self._thread is not None:
+            return False
+        return self.core.step(self._clock() if now is None else now)
+
+    def take_changes(self, kind: type) -> list[Change]:
+        """News of one role's requests (Identity: decode, int: prefill), oldest first."""
+        if self._broken:
+            raise ConfigError(f"the node's thread has died: {self._broken}")
+        source = self.core.requests.changes
+        while source:
+            change = source.popleft()
+            self._changes[int if isinstance(change.ref, int) else Identity].append(change)
+        taken = self._changes[kind]
+        self._changes[kind] = deque()
+        return list(taken)
+
+    def call(self, command: Callable[[float], None]) -> None:
+        """Hand a command to whoever runs the core."""
+        if self._closing.is_set():
+            raise ConfigError("the node is closed")
+        self.core.call(command)
+
+    def ask(self, question: Callable[[], object], timeout_s: float = 5.0) -> object:
+        """Run a question where the core runs and wait for its answer."""
+        if self._thread is None:
+            return question()
+        done, answer = threading.Event(), []
+
+        def run(now: float) -> None:
+            answer.append(question())
+            done.set()
+
+        self.call(run)
+        if not done.wait(timeout_s):
+            raise ConfigError(f"the node did not answer within {timeout_s:g} s")
+        return answer[0]
+
+    def health(self) -> Health:
+        """What is wrong, what waits for whom, what is in quarantine."""
+        health = self.ask(self.core.health)
+        assert isinstance(health, Health)
+        return health
+
+    def declare_gone(self, incarnation: bytes) -> None:
+        """Operator's proof that a life of an engine can't write any more: its quarantine ends."""
+        self.call(lambda now: self.core.requests.declare_gone(incarnation, now))
+
+    def close(self) -> None:
+        """Stop the thread, then give sockets, registrations and handles back. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._control.wake()
+        if self._thread is not None:
+            self._thread.join(timeout=10.0)
+        self._control.close()
+        self._backend.close()
+
+    def _run(self) -> None:
+        """Nap briefly while bytes may move; wait for a frame otherwise."""
+        core = self.core
+        try:
+            while not self._closing.is_set():
+                if core.step(self._clock()):
+                    continue
+                if core.is_active:
+                    time.sleep(_NAP_S)
+                else:
+                    self._control.wait(min(core.tick_s, _IDLE_WAIT_S))
+        except Exception as error:
+            self._broken = f"{type(error).__name__}: {error}"
+            _log.exception("the node's thread has died")

@@ -1,0 +1,164 @@
+"""The prefill engine's endpoint: open a room, send what is computed, finish. Layer 5."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.endpoint.base import Endpoint
+from pdkv.endpoint.node import Node
+from pdkv.errors import ConfigError
+from pdkv.interfaces import ReadyEvent
+from pdkv.request.agree import OpenKey
+from pdkv.request.events import Computed, Event, Finish, Outcome, PageIds
+from pdkv.request.sender import SenderMachine
+
+__all__ = ["PrefillEndpoint", "PrefillHandle"]
+
+_Ids = Sequence[int] | npt.NDArray[Any]
+
+
+class PrefillHandle(msgspec.Struct, eq=False):
+    """One `open` of one room. Belongs to one identity for good once the gate has bound it."""
+
+    id: int
+    room: int
+    num_tokens: int
+    next_token: int = -1
+    is_finished: bool = False
+
+
+class PrefillEndpoint(Endpoint):
+    """Sends caches. One per node; each rank of the engine makes the same calls."""
+
+    _ref_type = int
+
+    def __init__(self, node: Node) -> None:
+        super().__init__(node)
+        self._next_handle = 1
+        self._rooms: dict[int, PrefillHandle] = {}
+        components = node.layout.kv.components
+        self._own = [c for c, component in enumerate(components) if component.own_page_ids]
+
+    def open(self, room: int, num_tokens: int) -> PrefillHandle:
+        """Serve `room`, whose prompt has `num_tokens` tokens, for whichever attempt asks.
+
+        ConfigError while an earlier handle of this room has no outcome yet.
+        """
+        self._admit()
+        if num_tokens < 1:
+            raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
+        earlier = self._rooms.get(room)
+        if earlier is not None and self._gate.is_live(earlier.id):
+            raise ConfigError(f"room {room} is live")
+        node = self.node
+        pairing = node.own_pairing
+        components = range(len(node.layout.kv.components))
+        machine = SenderMachine(
+            room=room,
+            rank_id=node.rank_id,
+            num_tokens=num_tokens,
+            num_pages=tuple(
+                pairing.num_src_pages(node.rank_id, num_tokens, component=c) for c in components
+            ),
+            limits=node.limits,
+            now=node.now(),
+        )
+        handle = PrefillHandle(self._next_handle, room, num_tokens)
+        self._next_handle += 1
+        # A handle id serves as the room's open count: it grows, and alike on all ranks.
+        self._rooms[room] = handle
+        self._exposed[handle.id] = []
+        self._watch(handle.id, OpenKey(room, handle.id), (num_tokens, 0))
+        node.call(lambda now: node.core.requests.open(handle.id, machine, now))
+        return handle
+
+    def send(
+        self,
+        handle: PrefillHandle,
+        *,
+        tokens: range,
+        page_ids: _Ids,
+        ready: ReadyEvent | None = None,
+        state_ids: Sequence[_Ids] = (),
+    ) -> None:
+        """Positions `tokens` are computed, or will be once `ready` fires.
+
+        `page_ids`: this rank's local pages that cover them, the first and last possibly partial.
+        `state_ids`: the same per paged component with ids of its own. Calls continue where the
+        last one ended. After an outcome that this engine has not seen yet it is a no-op.
+        """
+        self._check_open(handle)
+        start, stop = tokens.start, tokens.stop
+        if tokens.step != 1 or not 0 <= start < stop <= handle.num_tokens:
+            raise ConfigError(f"tokens {tokens} are not a part of range(0, {handle.num_tokens})")
+        if handle.next_token not in (-1, start):
+            raise ConfigError(f"tokens {tokens} don't follow on {handle.next_token}")
+        pages = [self._pages(handle, 0, tokens, page_ids)]
+        for component, ids in zip(self._own[: len(state_ids)], state_ids, strict=True):
+            pages.append(self._pages(handle, component, tokens, ids))
+        handle.next_token = stop
+        self._exposed.get(handle.id, []).append(pages[0].page_ids)
+        self._feed(handle, Computed(start, stop, tuple(pages), ready))
+
+    def finish(
+        self,
+        handle: PrefillHandle,
+        outcome: Outcome = Outcome.CONTINUE,
+        *,
+        aux_index: int | None = None,
+        state_ids: Sequence[_Ids] = (),
+        ready: ReadyEvent | None = None,
+        cause: str = "",
+    ) -> None:
+        """All is computed: rows and the aux row may go. With FAILED, the cause goes instead.
+
+        The aux row `aux_index` holds the engine's fields; the node stamps it. It may be reused
+        after Released.
+        """
+        self._check_open(handle)
+        if outcome != Outcome.FAILED:
+            if handle.next_token not in (handle.num_tokens, -1):
+                raise ConfigError(f"tokens {handle.next_token}..{handle.num_tokens} were not sent")
+            if aux_index is None or not 0 <= aux_index < self.node.aux.num_rows:
+                raise ConfigError(f"aux_index {aux_index} is no row of the aux buffers")
+        rows = []
+        for component, ids in zip(self._own[: len(state_ids)], state_ids, strict=True):
+            array = np.asarray(ids, dtype=np.int32)
+            rows.append(PageIds(component, 0, array))
+        handle.is_finished = True
+        self._feed(handle, Finish(outcome, aux_index or 0, tuple(rows), ready, cause))
+
+    def abort(self, handle: PrefillHandle, cause: str = "aborted by the prefill engine") -> None:
+        """Give a request up. RequestFailed comes at once, Released once nothing is in flight."""
+        handle.is_finished = True
+        if self._gate.contains(handle.id):
+            self._cancel(handle.id, cause)
+
+    def _pages(
+        self, handle: PrefillHandle, component: int, tokens: range, page_ids: _Ids
+    ) -> PageIds:
+        node = self.node
+        ids = np.array(page_ids, dtype=np.int32)
+        where = node.own_pairing.src_page_range(
+            node.rank_id, tokens, handle.num_tokens, component=component
+        )
+        if len(ids) != len(where):
+            raise ConfigError(f"{len(ids)} page ids where {tokens} needs {len(where)}")
+        pool = node.pool.component(node.layout.kv.components[component].name)
+        if pool is not None and ids.size and (ids.min() < 0 or ids.max() >= pool.num_pages):
+            raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
+        return PageIds(component, where.start, ids)
+
+    def _check_open(self, handle: PrefillHandle) -> None:
+        if handle.is_finished:
+            raise ConfigError(f"the handle of room {handle.room} is finished or aborted")
+
+    def _feed(self, handle: PrefillHandle, event: Event) -> None:
+        if self._gate.contains(handle.id):
+            node = self.node
+            node.call(lambda now: node.core.requests.feed_sender(handle.id, event, now))

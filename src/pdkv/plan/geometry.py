@@ -1,0 +1,233 @@
+"""What crosses between two engines, request by request, as stretches of elements.
+
+The arithmetic under `Pairing` and `Route`: the grid, what the prefix and a window leave, stripe
+units, local pages. Refuses to know who sends aux, addresses and page ids. Layer 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pdkv.errors import ConfigError
+from pdkv.layout import Component, EngineLayout
+from pdkv.plan.ownership import Ownership, Share
+from pdkv.plan.tokens import TokenMap, ceil_div, ever_share, shares_tokens
+from pdkv.topology import Rank
+
+__all__ = ["Geometry", "Stretch", "Tag"]
+
+
+class Tag(NamedTuple):
+    """Names one thing that must arrive: a component's elements of one transfer chunk.
+
+    `writer` is the src rank_id. Rows and aux have chunk 0; aux has component len(kv.components).
+    """
+
+    writer: int
+    component: int
+    chunk: int
+
+
+class Stretch(NamedTuple):
+    """The part of a share that a tag carries: elements [start, stop).
+
+    `share` is an index into `Geometry.shares`. The token maps are still to be applied: of a
+    stretch, a pair of CP ranks moves what both of them hold.
+    """
+
+    share: int
+    start: int
+    stop: int
+
+
+class Geometry:
+    """The request-independent facts of two checked engines, and what follows for a request.
+
+    Positions in, positions or local pages out. `start` is the first position that is sent of a
+    component: the end of the decode prefix, or of what a window leaves out.
+    """
+
+    def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
+        self.src = src
+        self.dst = dst
+        self.striping = src.striping and dst.striping
+        self.components = src.kv.components
+        self.src_ranks, self.dst_ranks = src.parallel.ranks(), dst.parallel.ranks()
+        self._maps = tuple((_token_map(src, c), _token_map(dst, c)) for c in self.components)
+        self._ownership = tuple(Ownership(c, src, dst) for c in self.components)
+        self._units = tuple(math.lcm(a.span, b.span) for a, b in self._maps)
+        self.prefix_unit = self._prefix_unit()
+        self.grid = self._grid()
+        self._share_cache: dict[tuple[int, int, int], tuple[Share, ...]] = {}
+        self._meet_cache: dict[tuple[int, int, int], bool] = {}
+        self._full_chunk_cache: dict[tuple[int, int, int], bool] = {}
+
+    def _prefix_unit(self) -> int:
+        """A prefix ends where a page ends on every rank, for all that the prefix covers."""
+        unit = 1
+        for component, own in zip(self.components, self._units, strict=True):
+            if component.kind == "tokens" and not component.window:
+                unit = math.lcm(unit, own * component.tokens_per_element)
+        return unit
+
+    def _grid(self) -> int:
+        """Positions per transfer chunk: the smallest legal number that both sides wish."""
+        unit = self.prefix_unit
+        for component, ownership, own in zip(
+            self.components, self._ownership, self._units, strict=True
+        ):
+            if component.kind == "tokens":
+                factor = ownership.stripe_factor() if self.striping else 1
+                unit = math.lcm(unit, own * component.tokens_per_element * factor)
+        return unit * ceil_div(max(self.src.chunk_tokens, self.dst.chunk_tokens), unit)
+
+    def component(self, index: int) -> Component:
+        """The component of that index in a tag; ConfigError for aux and beyond."""
+        if not 0 <= index < len(self.components):
+            raise ConfigError(f"no component {index}: there are {len(self.components)}")
+        return self.components[index]
+
+    def shares(self, src_rank_id: int, dst_rank_id: int, c: int) -> tuple[Share, ...]:
+        """The shares of component c that this pair may ever move."""
+        key = (src_rank_id, dst_rank_id, c)
+        if key not in self._share_cache:
+            src, dst = self.src_ranks[src_rank_id], self.dst_ranks[dst_rank_id]
+            self._share_cache[key] = tuple(self._find_shares(src, dst, c))
+        return self._share_cache[key]
+
+    def _find_shares(self, src: Rank, dst: Rank, c: int) -> Iterator[Share]:
+        row = self.components[c].kind == "row"
+        if not row and not self._ever_share(c, src.cp_rank, dst.cp_rank):
+            return
+        for share in self._ownership[c].shares(src, dst):
+            # As many units as writers reach every pair that any number of units reaches.
+            most = share.src.num_holders if self.striping and not row else 1
+            if share.units(most):
+                yield share
+
+    def _ever_share(self, c: int, src_cp_rank: int, dst_cp_rank: int) -> bool:
+        key = (c, src_cp_rank, dst_cp_rank)
+        if key not in self._meet_cache:
+            src_map, dst_map = self._maps[c]
+            self._meet_cache[key] = ever_share(src_map, src_cp_rank, dst_map, dst_cp_rank)
+        return self._meet_cache[key]
+
+    def token_maps(self, c: int, num_tokens: int) -> tuple[TokenMap, TokenMap]:
+        """How src and dst spread the elements of component c for a prompt of that length."""
+        src, dst = self._maps[c]
+        num_elements = ceil_div(num_tokens, self.components[c].tokens_per_element)
+        return src.bind(num_elements), dst.bind(num_elements)
+
+    def start(self, c: int, decode_prefix_len: int, num_tokens: int) -> int:
+        """First position that is sent: a window is cut by itself, the rest by the prefix."""
+        window = self.components[c].window
+        if not window:
+            return decode_prefix_len
+        step = self.components[c].tokens_per_element
+        return max(0, num_tokens - window) // step * step
+
+    def chunk_range(self, start: int, num_tokens: int) -> range:
+        """Indices of the transfer chunks that hold any of the positions [start, num_tokens)."""
+        if start >= num_tokens:
+            return range(0)
+        return range(start // self.grid, ceil_div(num_tokens, self.grid))
+
+    def cut(self, chunk: int, start: int, num_tokens: int) -> range:
+        """The positions of one transfer chunk inside [start, num_tokens)."""
+        if chunk not in self.chunk_range(start, num_tokens):
+            raise ConfigError(f"no transfer chunk {chunk} in positions [{start}, {num_tokens})")
+        return range(max(chunk * self.grid, start), min((chunk + 1) * self.grid, num_tokens))
+
+    def stretches(
+        self, src_rank_id: int, dst_rank_id: int, tag: Tag, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[Stretch, ...]:
+        """What a tag of this pair carries, share by share."""
+        component = self.component(tag.component)
+        shares = self.shares(src_rank_id, dst_rank_id, tag.component)
+        if component.kind == "row":
+            return tuple(Stretch(i, 0, component.num_rows) for i in range(len(shares)))
+        start = self.start(tag.component, decode_prefix_len, num_tokens)
+        tokens = self.cut(tag.chunk, start, num_tokens)
+        return tuple(self._stretches(shares, tag.component, tokens))
+
+    def _stretches(self, shares: tuple[Share, ...], c: int, tokens: range) -> Iterator[Stretch]:
+        elements = self._elements(c, tokens)
+        unit = self._units[c]
+        first = elements.start // unit
+        num_units = ceil_div(elements.stop, unit) - first if self.striping else 1
+        for i, share in enumerate(shares):
+            units = share.units(num_units)
+            start, stop = elements.start, elements.stop
+            if self.striping:
+                start = max(start, (first + units.start) * unit)
+                stop = min(stop, (first + units.stop) * unit)
+            if units and start < stop:
+                yield Stretch(i, start, stop)
+
+    def num_common(
+        self, src_rank_id: int, dst_rank_id: int, stretch: Stretch, tag: Tag, num_tokens: int
+    ) -> int:
+        """Elements of a stretch that the CP ranks of both sides hold."""
+        src_map, dst_map = self.token_maps(tag.component, num_tokens)
+        elements = np.arange(stretch.start, stretch.stop, dtype=np.int64)
+        at_src = src_map.holds(self.src_ranks[src_rank_id].cp_rank, elements)
+        at_dst = dst_map.holds(self.dst_ranks[dst_rank_id].cp_rank, elements)
+        return int((at_src & at_dst).sum())
+
+    def sent_chunks(
+        self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int
+    ) -> Iterator[int]:
+        """Transfer chunks of a paged component in which this pair has at least one element."""
+        shares = self.shares(src_rank_id, dst_rank_id, c)
+        if not shares:
+            return
+        src_map, dst_map = self.token_maps(c, num_tokens)
+        src_cp = self.src_ranks[src_rank_id].cp_rank
+        dst_cp = self.dst_ranks[dst_rank_id].cp_rank
+        regular = not any(m.depends_on_length for m in self._maps[c])
+        key = (src_rank_id, dst_rank_id, c)
+        for chunk in self.chunk_range(start, num_tokens):
+            tokens = self.cut(chunk, start, num_tokens)
+            # The grid is a multiple of both cycles and of the stripe pattern: full chunks agree.
+            full = regular and len(tokens) == self.grid
+            sends = self._full_chunk_cache.get(key) if full else None
+            if sends is None:
+                sends = any(
+                    shares_tokens(src_map, src_cp, dst_map, dst_cp, part.start, part.stop)
+                    for part in self._stretches(shares, c, tokens)
+                )
+                if full:
+                    self._full_chunk_cache[key] = sends
+            if sends:
+                yield chunk
+
+    def src_pages(self, src_rank_id: int, c: int, tokens: range, num_tokens: int) -> range:
+        """Local pages of a src rank that hold any of those positions."""
+        cp_rank = self.src_ranks[src_rank_id].cp_rank
+        elements = self._elements(c, tokens)
+        return self.token_maps(c, num_tokens)[0].pages(cp_rank, elements.start, elements.stop)
+
+    def dst_pages(self, dst_rank_id: int, c: int, tokens: range, num_tokens: int) -> range:
+        """Local pages of a dst rank that hold any of those positions."""
+        cp_rank = self.dst_ranks[dst_rank_id].cp_rank
+        elements = self._elements(c, tokens)
+        return self.token_maps(c, num_tokens)[1].pages(cp_rank, elements.start, elements.stop)
+
+    def _elements(self, c: int, tokens: range) -> range:
+        step = self.components[c].tokens_per_element
+        return range(tokens.start // step, ceil_div(tokens.stop, step))
+
+
+def _token_map(engine: EngineLayout, component: Component) -> TokenMap:
+    """The map in elements; rows are one page that every CP rank holds."""
+    if component.kind == "row":
+        return TokenMap((0,), 1, component.num_rows)
+    step, shard = component.tokens_per_element, engine.token_shard
+    page = engine.placement(component.name).page_size // step
+    if len(shard.owners) == 1:
+        return TokenMap(shard.owners, 1, page)
+    return TokenMap(shard.owners, shard.interleave // step, page)

@@ -1,0 +1,88 @@
+"""From local elements to page ids: the two page lists of a request, checked. Layer 1.
+
+A list is compared in length with what the layouts say, its ids with the pool; it is never cut to
+the shorter. Refuses to know addresses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import ConfigError
+from pdkv.plan.tokens import Ints, Segments
+
+__all__ = ["PageIds", "PageTable", "Placed", "as_ids", "place", "require_distinct"]
+
+PageIds = npt.NDArray[np.integer] | Sequence[int]
+
+
+class Placed(NamedTuple):
+    """Segments whose pages are known. int64 arrays of one length, counted in elements."""
+
+    src_page_id: Ints
+    src_offset: Ints
+    dst_page_id: Ints
+    dst_offset: Ints
+    length: Ints
+
+
+@dataclass(frozen=True, slots=True)
+class PageTable:
+    """How one side's list of page ids is indexed: entry i is local page `first` + i."""
+
+    side: str
+    page: int
+    first: int
+    length: int
+    num_pages: int
+
+    def find(self, ids: Ints, elements: Ints) -> tuple[Ints, Ints]:
+        """(page id, offset in the page) of each local element."""
+        if len(ids) != self.length:
+            raise ConfigError(f"{self.side}_page_ids has {len(ids)} entries, not {self.length}")
+        if self.page == 1:
+            pages, offsets = elements, np.zeros(1, np.int64)
+        else:
+            pages = elements // self.page
+            offsets = elements - pages * self.page
+        found = ids[pages - self.first if self.first else pages]
+        low, high = int(found.min()), int(found.max())
+        if low < 0 or high >= self.num_pages:
+            bad = low if low < 0 else high
+            what = "is not known" if bad == -1 else f"is outside of {self.num_pages} pages"
+            raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
+        return found, offsets
+
+
+def place(cut: Segments, src: PageTable, src_ids: Ints, dst: PageTable, dst_ids: Ints) -> Placed:
+    """Look both lists up. Raises ConfigError for a wrong length or id, and for a dst page that
+    stands for two of the local pages that are written: its bytes would be written twice."""
+    src_pages, src_offsets = src.find(src_ids, cut.src)
+    dst_pages, dst_offsets = dst.find(dst_ids, cut.dst)
+    first, last = int(cut.dst[0]) // dst.page, int(cut.dst[-1]) // dst.page
+    require_distinct(dst_ids[first - dst.first : last - dst.first + 1])
+    return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length)
+
+
+def require_distinct(ids: Ints) -> None:
+    """ConfigError when an id occurs twice."""
+    if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
+        return
+    ordered = np.sort(ids)
+    twice = ordered[1:] == ordered[:-1]
+    if twice.any():
+        page_id = int(ordered[1:][twice][0])
+        raise ConfigError(f"dst_page_ids names page {page_id} twice")
+
+
+def as_ids(ids: PageIds) -> Ints:
+    """A list of ids as int64, without a copy where it is one already."""
+    array = np.asarray(ids)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ConfigError(f"page ids must be a flat list of integers, not {array.dtype}")
+    return array.astype(np.int64, copy=False)

@@ -1,0 +1,208 @@
+"""Is a PoolLayout what its engine published, does it address each byte once, is it registered?
+
+Each rule is asked of both pools and reports both values, as in `check`. Refuses to know what will
+be copied. Layer 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import LayoutMismatch
+from pdkv.heads import owned_heads
+from pdkv.layout import (
+    Component,
+    ComponentPool,
+    EngineLayout,
+    Field,
+    FieldPool,
+    MemoryRegion,
+    PoolLayout,
+)
+
+__all__ = ["check_aux_rows", "check_pool", "num_local_heads", "region_index"]
+
+Ints = npt.NDArray[np.int64]
+Fault = tuple[str, Callable[[PoolLayout], object], str]
+"""Dotted field, how to read it from any pool, what is wrong with it."""
+
+Pools = tuple[PoolLayout, PoolLayout]
+"""The src rank's and the dst rank's."""
+
+MAX_ADDRESS = 1 << 62
+
+
+def check_pool(side: int, engine: EngineLayout, rank_id: int, pools: Pools) -> None:
+    """Raise LayoutMismatch unless the pool of one side (0 src, 1 dst) is in order.
+
+    The other pool is only looked at for the text, which is the same in both processes.
+    """
+    for field, value, reason in _faults(engine, rank_id, pools[side]):
+        text = f"{('src', 'dst')[side]} rank {rank_id}: {reason}"
+        raise LayoutMismatch(f"pool.{field}", _try(value, pools[0]), _try(value, pools[1]), text)
+
+
+def check_aux_rows(pools: Pools) -> None:
+    """Raise LayoutMismatch unless an aux row of one side fits one of the other."""
+    src_pool, dst_pool = pools
+    if src_pool.aux_row_nbytes != dst_pool.aux_row_nbytes:
+        raise LayoutMismatch(
+            "pool.aux_row_nbytes", src_pool.aux_row_nbytes, dst_pool.aux_row_nbytes
+        )
+
+
+def region_index(regions: tuple[MemoryRegion, ...], addresses: Ints) -> Ints:
+    """For each address the index, by address, of the last region that starts at or before it."""
+    starts = np.sort(np.array([r.address for r in regions], np.int64))
+    return np.asarray(np.searchsorted(starts, addresses, side="right") - 1)
+
+
+def num_local_heads(engine: EngineLayout, component: Component, field: Field, tp_rank: int) -> int:
+    """Length of a rank's H axis."""
+    for head_map in engine.placement(component.name).head_maps:
+        if head_map.field == field.name:
+            return len(head_map.heads_by_tp_rank[tp_rank])
+    return len(owned_heads(tp_rank, engine.parallel.tp_size, field.total_heads))
+
+
+def _try(value: Callable[[PoolLayout], object], pool: PoolLayout) -> object:
+    try:
+        return value(pool)
+    except (AttributeError, IndexError, StopIteration):
+        return None
+
+
+def _faults(engine: EngineLayout, rank_id: int, pool: PoolLayout) -> Iterator[Fault]:
+    rank = engine.parallel.rank(rank_id)
+    names = [c.name for c in pool.components]
+    yield from _region_faults(pool)
+    known = {c.name for c in engine.kv.components}
+    if len(set(names)) != len(names) or not known.issuperset(names):
+        yield "components", lambda p: tuple(c.name for c in p.components), "unknown or repeated"
+        return
+    for component in engine.kv.components:
+        placement = engine.placement(component.name)
+        layer_ids = placement.layers_by_pp_rank[rank.pp_rank]
+        stored = pool.component(component.name)
+        if stored is None:
+            if layer_ids:
+                yield component.name, lambda p: tuple(c.name for c in p.components), "is missing"
+            continue
+        heads = [num_local_heads(engine, component, f, rank.tp_rank) for f in component.fields]
+        for field, value, reason in _component_faults(
+            component, stored, layer_ids, placement.page_size
+        ):
+            yield f"{component.name}.{field}", _reader(component.name, value), reason
+        for f, num_heads in zip(component.fields, heads, strict=True):
+            yield from _field_faults(component, stored, f, num_heads, pool.regions)
+    yield from _aux_faults(engine, pool)
+
+
+def _reader(
+    component: str, value: Callable[[ComponentPool], object]
+) -> Callable[[PoolLayout], object]:
+    def read(pool: PoolLayout) -> object:
+        stored = pool.component(component)
+        return None if stored is None else value(stored)
+
+    return read
+
+
+def _component_faults(
+    component: Component, stored: ComponentPool, layer_ids: tuple[int, ...], page_size: int
+) -> Iterator[tuple[str, Callable[[ComponentPool], object], str]]:
+    if sorted(stored.layer_ids) != sorted(layer_ids):
+        yield "layer_ids", lambda c: c.layer_ids, f"published {layer_ids}"
+    if stored.page_size != page_size:
+        yield "page_size", lambda c: c.page_size, f"published {page_size}"
+    if stored.num_pages < 1:
+        yield "num_pages", lambda c: c.num_pages, "must be positive"
+    names = [f.name for f in component.fields]
+    if sorted(f.name for f in stored.fields) != sorted(names):
+        yield "fields", lambda c: tuple(f.name for f in c.fields), f"must be {names}"
+
+
+def _field_faults(
+    component: Component,
+    stored: ComponentPool,
+    field: Field,
+    num_heads: int,
+    regions: tuple[MemoryRegion, ...],
+) -> Iterator[Fault]:
+    """Wrong number of bases, elements that overlap, bytes outside the registered regions."""
+    where = f"{component.name}.{field.name}"
+    pool = next(f for f in stored.fields if f.name == field.name)
+
+    def read(value: Callable[[FieldPool], object]) -> Callable[[PoolLayout], object]:
+        return _reader(
+            component.name,
+            lambda c: value(next(f for f in c.fields if f.name == field.name)),
+        )
+
+    if len(pool.bases) != len(stored.layer_ids):
+        reason = f"needs one base for each of {len(stored.layer_ids)} layers"
+        yield f"{where}.bases", read(lambda f: len(f.bases)), reason
+        return
+    if not pool.bases or not num_heads:
+        return
+    extent, fault = _extent(component, stored, pool, num_heads, field.head_nbytes)
+    if fault:
+        strides = read(lambda f: (f.page_stride, f.token_stride, f.head_stride))
+        yield f"{where}.strides", strides, fault
+        return
+    if min(pool.bases) <= 0 or max(pool.bases) + extent > MAX_ADDRESS:
+        yield f"{where}.bases", read(lambda f: f.bases), "are no addresses"
+        return
+    bases = np.array(pool.bases, np.int64)
+    ends = np.array(sorted((r.address, r.end) for r in regions), np.int64).reshape(-1, 2)[:, 1]
+    index = region_index(regions, bases)
+    outside = (index < 0) | (bases + extent > np.append(ends, 0)[index])
+    if outside.any():
+        reason = f"layer {stored.layer_ids[int(outside.argmax())]} leaves the registered regions"
+        yield f"{where}.bases", read(lambda f: f.bases), reason
+
+
+def _extent(
+    component: Component, stored: ComponentPool, pool: FieldPool, num_heads: int, head_nbytes: int
+) -> tuple[int, str]:
+    """Bytes from a layer's base to its last byte; and what is wrong with the strides.
+
+    Axes longer than one must nest: each stride at least what all smaller ones reach. That is what
+    NHD, HND and K beside V in any place have in common, and it makes addresses unique.
+    """
+    per_page = component.num_rows
+    if component.kind == "tokens":
+        per_page = stored.page_size // component.tokens_per_element
+    axes = [
+        (pool.page_stride, stored.num_pages),
+        (pool.token_stride, per_page),
+        (pool.head_stride, num_heads),
+    ]
+    reach = head_nbytes
+    for stride, length in sorted(axes):
+        if length > 1:
+            if stride < reach:
+                return 0, f"elements of {reach} bytes overlap at a stride of {stride}"
+            reach += stride * (length - 1)
+    return reach, ""
+
+
+def _region_faults(pool: PoolLayout) -> Iterator[Fault]:
+    spans = sorted((r.address, r.end) for r in pool.regions)
+    for (_, end), (start, _) in pairwise(spans):
+        if start < end:
+            yield "regions", lambda p: p.regions, "overlap"
+
+
+def _aux_faults(engine: EngineLayout, pool: PoolLayout) -> Iterator[Fault]:
+    needed = sum(f.nbytes for f in engine.kv.aux)
+    if pool.aux_num_rows < 0 or pool.aux_row_nbytes < needed:
+        yield "aux_row_nbytes", lambda p: p.aux_row_nbytes, f"aux fields have {needed} bytes"
+    elif pool.aux_num_rows and pool.aux_row_nbytes:
+        end = pool.aux_base + pool.aux_num_rows * pool.aux_row_nbytes
+        if not any(r.address <= pool.aux_base and end <= r.end for r in pool.regions):
+            yield "aux_base", lambda p: p.aux_base, "aux rows leave the registered regions"

@@ -1,0 +1,160 @@
+"""Nodes over loopback and memory control, driven by hand: no thread, no clock, no network."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pdkv.backends.loopback import LoopbackBackend, LoopbackFabric
+from pdkv.control.memory import MemoryControl, MemoryNetwork
+from pdkv.endpoint import DecodeEndpoint, EndpointEvent, Node, PrefillEndpoint
+from pdkv.layout import AuxField, EngineLayout, KVLayout
+from pdkv.limits import Limits
+from pdkv.pool.aux import AuxBuffers
+from pdkv.pool.kv import KVPool
+from pdkv.rendezvous import EngineRecord
+from pdkv.request import agree
+
+AUX = (AuxField("first_token", "int64"),)
+
+
+def small_layout(**changes: object) -> EngineLayout:
+    """3 layers, 6 KV heads, pages of 4 tokens, a grid of 8: small, and nothing divides evenly."""
+    kv = KVLayout.mha(
+        num_layers=int(changes.pop("num_layers", 3)),  # type: ignore[call-overload]
+        total_kv_heads=6,
+        head_dim=4,
+        dtype=str(changes.pop("dtype", "float32")),
+        aux=AUX,
+    )
+    settings = {"page_size": 4, "chunk_tokens": 8, **changes}
+    return EngineLayout.simple(kv, **settings)  # type: ignore[arg-type]
+
+
+@dataclass
+class World:
+    """One fabric, one network, one clock that a test moves."""
+
+    limits: Limits = field(default_factory=Limits)
+    now: float = 100.0
+    fabric: LoopbackFabric = field(default_factory=LoopbackFabric)
+    network: MemoryNetwork = field(default_factory=MemoryNetwork)
+    engines: list[Engine] = field(default_factory=list)
+    _lives: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
+
+    def engine(self, name: str, layout: EngineLayout, **settings: object) -> Engine:
+        engine = Engine(self, name, layout, next(self._lives), **settings)  # type: ignore[arg-type]
+        self.engines.append(engine)
+        return engine
+
+    def run(self, steps: int = 30, dt: float = 0.001) -> None:
+        """Let everybody make progress; events pile up in each engine's `seen`."""
+        for _ in range(steps):
+            self.now += dt
+            for engine in self.engines:
+                engine.step(self.now)
+
+    def close(self) -> None:
+        for engine in self.engines:
+            engine.close()
+
+
+class Engine:
+    """All ranks of one engine, with a KV pool each, and the gate's collective played by a loop."""
+
+    def __init__(
+        self,
+        world: World,
+        name: str,
+        layout: EngineLayout,
+        life: int,
+        *,
+        num_pages: int = 32,
+        order: str = "NHD",
+    ) -> None:
+        self.layout = layout
+        self.incarnation = life.to_bytes(16, "big")
+        self.aux: list[AuxBuffers] = []
+        self.pools: list[KVPool] = []
+        self.nodes: list[Node] = []
+        self.backends: list[LoopbackBackend] = []
+        for rank_id in range(layout.parallel.num_ranks):
+            aux = AuxBuffers(AUX, num_rows=8)
+            pool = KVPool(layout, rank_id, num_pages, order=order)  # type: ignore[arg-type]
+            backend = LoopbackBackend(fabric=world.fabric)
+            node = Node(
+                backend=backend,
+                control=MemoryControl(world.network, f"{name}/{rank_id}"),
+                layout=layout,
+                rank_id=rank_id,
+                pool=pool.layout(aux),
+                aux=aux,
+                incarnation=self.incarnation,
+                limits=world.limits,
+                threaded=False,
+                clock=lambda: world.now,
+            )
+            self.aux.append(aux)
+            self.pools.append(pool)
+            self.nodes.append(node)
+            self.backends.append(backend)
+        self.record = EngineRecord(
+            incarnation=self.incarnation,
+            layout=layout,
+            addresses=tuple(node.address for node in self.nodes),
+        )
+        self.decode = [DecodeEndpoint(node) for node in self.nodes]
+        self.prefill = [PrefillEndpoint(node) for node in self.nodes]
+        self.seen: list[list[EndpointEvent]] = [[] for _ in self.nodes]
+        self.is_alive = True
+
+    def step(self, now: float) -> None:
+        if not self.is_alive:
+            return
+        for endpoints in (self.decode, self.prefill):
+            for endpoint, seen in zip(endpoints, self.seen, strict=True):
+                seen += endpoint.poll(now)
+            if len(endpoints) > 1:
+                verdicts = agree([endpoint.votes() for endpoint in endpoints])
+                for endpoint, seen in zip(endpoints, self.seen, strict=True):
+                    seen += endpoint.apply(verdicts)
+
+    def events(self, kind: type) -> list[EndpointEvent]:
+        """What the group saw of one kind; every rank must have seen the same."""
+        per_rank = [[event for event in seen if isinstance(event, kind)] for seen in self.seen]
+        keys = [[(event.key, event.handle) for event in events] for events in per_rank]
+        assert all(key == keys[0] for key in keys), "ranks of one engine saw different things"
+        return per_rank[0]
+
+    def kill(self) -> None:
+        """The processes are gone: no more words, no more progress."""
+        self.is_alive = False
+        for node in self.nodes:
+            node._control.close()
+
+    def close(self) -> None:
+        for node in self.nodes:
+            node.close()
+
+    def fill(self, seed: int) -> None:
+        """Every element a value that tells its layer, field, head and place: see `expected`."""
+        generator = torch.Generator().manual_seed(seed)
+        for pool in self.pools:
+            for tensor in pool._tensors.values():
+                tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
+
+
+def model_cache(layout: EngineLayout, num_tokens: int, seed: int) -> dict[tuple[str, int], object]:
+    """The undivided cache of a prompt: (field, layer) -> [tokens, total heads, head_dim]."""
+    rng = np.random.default_rng(seed)
+    kv = layout.kv.component("kv")
+    return {
+        (field.name, layer): rng.standard_normal(
+            (num_tokens, field.total_heads, field.head_dim)
+        ).astype(np.float32)
+        for field in kv.fields
+        for layer in kv.layer_ids
+    }
