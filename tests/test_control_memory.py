@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import pytest
@@ -130,3 +131,20 @@ def test_bad_settings_raise(network: MemoryNetwork) -> None:
         MemoryControl(network, "")
     with pytest.raises(ConfigError):
         MemoryNetwork(capacity=0)
+
+
+def test_no_frame_is_lost_or_overtakes_while_a_hold_ends(network: MemoryNetwork) -> None:
+    a, b = MemoryControl(network, "a"), MemoryControl(network, "b")
+    num = 20_000
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        sender = threading.Thread(target=lambda: [a.send("b", b"%d" % i) for i in range(num)])
+        sender.start()
+        while sender.is_alive():
+            network.hold("a", "b")
+            network.deliver("a", "b")
+        sender.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert [int(frame) for frame in b.receive(num + 1)] == list(range(num))

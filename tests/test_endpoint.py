@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, TransferError
 from pdkv.heads import owned_heads
 from pdkv.layout import EngineLayout
 from pdkv.limits import Limits
@@ -236,6 +236,28 @@ def test_a_silent_peer_fails_the_request_and_quarantines_its_pages(world: World)
     decode.decode[0].declare_gone(prefill.incarnation)
     world.run()
     assert len(decode.events(Released)) == 2
+
+
+def test_a_backend_that_cannot_let_go_of_a_dead_peer_yet_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
+    pages = pages_of(16, 1)
+    ask(decode, prefill, 5, 1, 16, pages)
+    serve(prefill, 5, 16, pages)
+    world.run()
+    peers = prefill.nodes[0].core.links.peers
+
+    def busy(peer: str) -> None:
+        raise TransferError(f"transfers to {peer!r} are in flight")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill.backends[0], "disconnect", busy)
+        decode.kill()
+        world.run(steps=1500)
+        assert [peer.key for peer in peers] == [(decode.incarnation, 0)]
+    world.run(steps=100)
+    assert not list(peers)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ class MemoryNetwork:
     """All channels of one process, by address, and the faults between them.
 
     `capacity`: frames that one way, or one receiver, keeps before `send` answers False.
+    Calls may come from several threads; a lock makes each of them atomic, so that no frame
+    overtakes those whose hold is just ending.
     """
 
     def __init__(self, *, capacity: int = 1 << 16) -> None:
@@ -34,72 +36,83 @@ class MemoryNetwork:
         self._channels: dict[str, MemoryControl] = {}
         self._held: dict[Way, deque[bytes]] = {}
         self._cut: set[Way] = set()
+        self._lock = threading.RLock()
 
     def hold(self, src: str, dst: str) -> None:
         """Keep frames of this direction, in order, until `deliver` or `drop`."""
-        self._held.setdefault((src, dst), deque())
+        with self._lock:
+            self._held.setdefault((src, dst), deque())
 
     def held(self, src: str, dst: str) -> tuple[bytes, ...]:
         """The frames that are being held, oldest first."""
-        return tuple(self._held.get((src, dst), ()))
+        with self._lock:
+            return tuple(self._held.get((src, dst), ()))
 
     def deliver(self, src: str, dst: str, num: int | None = None) -> int:
         """Let held frames through: the oldest `num`, or all, which also ends the hold."""
-        frames = self._take(src, dst, num)
-        for frame in frames:
-            self._put((src, dst), frame)
-        return len(frames)
+        with self._lock:
+            frames = self._take(src, dst, num)
+            for frame in frames:
+                self._put((src, dst), frame)
+            return len(frames)
 
     def drop(self, src: str, dst: str, num: int | None = None) -> int:
         """Lose held frames: the oldest `num`, or all, which also ends the hold."""
-        frames = self._take(src, dst, num)
-        self.num_dropped[src, dst] += len(frames)
-        return len(frames)
+        with self._lock:
+            frames = self._take(src, dst, num)
+            self.num_dropped[src, dst] += len(frames)
+            return len(frames)
 
     def cut(self, src: str, dst: str) -> None:
         """Lose every frame of this direction until `heal`."""
-        self._cut.add((src, dst))
+        with self._lock:
+            self._cut.add((src, dst))
 
     def heal(self, src: str, dst: str) -> None:
         """End a cut."""
-        self._cut.discard((src, dst))
+        with self._lock:
+            self._cut.discard((src, dst))
 
     def partition(self, *groups: Sequence[str]) -> None:
         """Cut every way between addresses of different groups; () heals all cuts.
 
         Replaces the cuts that were there. Addresses in no group reach everybody.
         """
-        self._cut = {
-            (src, dst)
-            for mine in groups
-            for theirs in groups
-            if mine is not theirs
-            for src in mine
-            for dst in theirs
-        }
+        with self._lock:
+            self._cut = {
+                (src, dst)
+                for mine in groups
+                for theirs in groups
+                if mine is not theirs
+                for src in mine
+                for dst in theirs
+            }
 
     def attach(self, channel: MemoryControl) -> None:
         """Give a channel its address; the one before at that address is gone."""
-        self._channels[channel.address] = channel
+        with self._lock:
+            self._channels[channel.address] = channel
 
     def detach(self, channel: MemoryControl) -> None:
         """Take a channel off the network."""
-        if self._channels.get(channel.address) is channel:
-            del self._channels[channel.address]
+        with self._lock:
+            if self._channels.get(channel.address) is channel:
+                del self._channels[channel.address]
 
     def carry(self, src: str, dst: str, frame: bytes) -> bool:
         """One frame on its way; False when the way is full."""
-        way = (src, dst)
-        if way in self._cut:
-            self.num_dropped[way] += 1
+        with self._lock:
+            way = (src, dst)
+            if way in self._cut:
+                self.num_dropped[way] += 1
+                return True
+            held = self._held.get(way)
+            if held is None:
+                return self._put(way, frame)
+            if len(held) >= self.capacity:
+                return False
+            held.append(frame)
             return True
-        held = self._held.get(way)
-        if held is None:
-            return self._put(way, frame)
-        if len(held) >= self.capacity:
-            return False
-        held.append(frame)
-        return True
 
     def _take(self, src: str, dst: str, num: int | None) -> list[bytes]:
         held = self._held.get((src, dst), deque())
