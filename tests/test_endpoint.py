@@ -7,13 +7,13 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from support import Engine, World, model_cache, small_layout
 
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
 from pdkv.errors import ConfigError
 from pdkv.heads import owned_heads
 from pdkv.layout import EngineLayout
 from pdkv.limits import Limits
+from support import Engine, World, model_cache, small_layout
 
 PAGE_SIZE = 4
 
@@ -328,10 +328,10 @@ def test_local_misuse_raises_and_loses_nothing(world: World) -> None:
     with pytest.raises(ConfigError, match="room 5 is live"):
         endpoint.open(5, 16)
     with pytest.raises(ConfigError, match="page ids where"):
-        endpoint.send(handle, tokens=range(0, 8), page_ids=[1])
+        endpoint.send(handle, tokens=range(8), page_ids=[1])
     with pytest.raises(ConfigError, match="lie in"):
-        endpoint.send(handle, tokens=range(0, 8), page_ids=[1, 32])
-    endpoint.send(handle, tokens=range(0, 8), page_ids=[1, 2])
+        endpoint.send(handle, tokens=range(8), page_ids=[1, 32])
+    endpoint.send(handle, tokens=range(8), page_ids=[1, 2])
     with pytest.raises(ConfigError, match="don't follow"):
         endpoint.send(handle, tokens=range(12, 16), page_ids=[1])
     with pytest.raises(ConfigError, match="were not sent"):

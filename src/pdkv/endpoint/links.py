@@ -58,6 +58,7 @@ class Links:
         self._limits = limits
         self._counters = counters
         self._pairings: dict[str, Pairing] = {}
+        self._metadata = backend.metadata()
 
     def get(self, key: PeerKey) -> Peer | None:
         """The peer under this key, if known."""
@@ -102,7 +103,8 @@ class Links:
             peer.state = PeerState.CONNECTING
         if peer.state is PeerState.CONNECTING:
             peer.hello_at = now
-            self.send(peer, self._hello(pairing.grid if pairing else 0), now)
+            peer.grid = pairing.grid if pairing else 0
+            self.send(peer, self._hello(peer.grid), now)
         return peer
 
     def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
@@ -114,7 +116,7 @@ class Links:
             engine=self._layout,
             pool=self._pool,
             backend=self._backend.name,
-            metadata=self._backend.metadata(),
+            metadata=self._metadata,
             is_reply=is_reply,
             grid=grid,
             capabilities=("decode_prefix",),
@@ -224,7 +226,7 @@ class Links:
             overdue = now - peer.hello_at >= self._limits.resend_s
             if peer.state is PeerState.CONNECTING and overdue:
                 peer.hello_at = now
-                self.send(peer, self._hello(0), now)
+                self.send(peer, self._hello(peer.grid), now)
 
     def reap(self) -> None:
         """Peers that are no more, and that no request needs: sockets and names go back."""

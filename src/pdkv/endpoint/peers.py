@@ -41,6 +41,7 @@ class Peer:
     pairing: Pairing | None = None
     route: Route | None = None
     backend_key: str = ""
+    grid: int = 0
     heard_at: float = 0.0
     said_at: float = 0.0
     hello_at: float = 0.0
