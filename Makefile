@@ -20,7 +20,7 @@ test: $(STAMP)  ## the ordinary suite, under five minutes
 	@$(BIN)/python -m pytest -q -m "not check"
 
 check: $(STAMP)  ## the longer suites
-	@$(BIN)/python -m pytest -q -m check
+	@$(BIN)/python -m pytest -q -m "check or slow"
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -63,6 +63,7 @@ class Geometry:
         self.prefix_unit = self._prefix_unit()
         self.grid = self._grid()
         self._share_cache: dict[tuple[int, int, int], tuple[Share, ...]] = {}
+        self._meet_cache: dict[tuple[int, int, int], bool] = {}
         self._full_chunk_cache: dict[tuple[int, int, int], bool] = {}
 
     def _prefix_unit(self) -> int:
@@ -100,14 +101,20 @@ class Geometry:
 
     def _find_shares(self, src: Rank, dst: Rank, c: int) -> Iterator[Share]:
         row = self.components[c].kind == "row"
-        src_map, dst_map = self._maps[c]
-        if not row and not ever_share(src_map, src.cp_rank, dst_map, dst.cp_rank):
+        if not row and not self._ever_share(c, src.cp_rank, dst.cp_rank):
             return
         for share in self._ownership[c].shares(src, dst):
             # As many units as writers times readers reach every pair that any number reaches.
             most = share.src.num_holders * share.dst.num_holders if self.striping and not row else 1
             if share.units(most):
                 yield share
+
+    def _ever_share(self, c: int, src_cp_rank: int, dst_cp_rank: int) -> bool:
+        key = (c, src_cp_rank, dst_cp_rank)
+        if key not in self._meet_cache:
+            src_map, dst_map = self._maps[c]
+            self._meet_cache[key] = ever_share(src_map, src_cp_rank, dst_map, dst_cp_rank)
+        return self._meet_cache[key]
 
     def token_maps(self, c: int, num_tokens: int) -> tuple[TokenMap, TokenMap]:
         """How src and dst spread the elements of component c for a prompt of that length."""

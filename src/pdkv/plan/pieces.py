@@ -15,14 +15,14 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdkv.layout import Component, ComponentPool, FieldPool, MemoryRegion
+from pdkv.layout import Component
 from pdkv.plan.ownership import Share
 from pdkv.plan.pages import Placed
-from pdkv.plan.pools import region_index
 from pdkv.plan.runs import run_starts
+from pdkv.plan.storage import ComponentStorage
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Block", "Group", "Pieces", "Side", "groups"]
+__all__ = ["Block", "Group", "Pieces", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,57 +113,43 @@ class Block(NamedTuple):
     nbytes: Ints
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One rank's storage of one component."""
-
-    pool: ComponentPool
-    regions: tuple[MemoryRegion, ...]
-    page: int
-
-    def field(self, name: str) -> FieldPool:
-        return next(f for f in self.pool.fields if f.name == name)
-
-    def layers(self, layer_ids: tuple[int, ...]) -> list[int]:
-        at = {layer: i for i, layer in enumerate(self.pool.layer_ids)}
-        return [at[layer] for layer in layer_ids]
-
-
-def groups(share: Share, component: Component, src: Side, dst: Side) -> tuple[Group, ...]:
-    """The groups of a share between two checked pools; `page` of a side is in elements."""
+def groups(
+    share: Share,
+    component: Component,
+    src: ComponentStorage,
+    dst: ComponentStorage,
+    pages: tuple[int, int],
+) -> tuple[Group, ...]:
+    """The groups of a share between two ranks; `pages` are the page sizes in elements."""
     src_layers, dst_layers = src.layers(share.layer_ids), dst.layers(share.layer_ids)
     found: dict[tuple[int, int, int, int], list[Ints]] = {}
-    for field, heads in zip(component.fields, share.heads, strict=True):
+    for spec, heads, at_src, at_dst in zip(
+        component.fields, share.heads, src.fields, dst.fields, strict=True
+    ):
         if not heads:
             continue
-        at_src, at_dst = src.field(field.name), dst.field(field.name)
-        rows = [
-            _addresses(side, f, layers, np.array([pair[i] for pair in heads], np.int64))
-            for i, (side, f, layers) in enumerate(
-                ((src, at_src, src_layers), (dst, at_dst, dst_layers))
-            )
-        ]
-        nbytes = np.full(rows[0].shape[1], field.head_nbytes, np.int64)
+        pairs = np.array(heads, np.int64)
+        table = np.empty((5, len(src_layers), len(heads)), np.int64)
+        table[0] = at_src.bases[src_layers, None] + pairs[:, 0] * at_src.head_stride
+        table[1] = at_dst.bases[dst_layers, None] + pairs[:, 1] * at_dst.head_stride
+        table[2] = spec.head_nbytes
+        table[3] = at_src.regions[src_layers, None]
+        table[4] = at_dst.regions[dst_layers, None]
         key = (at_src.page_stride, at_src.token_stride, at_dst.page_stride, at_dst.token_stride)
-        # Rows: src address, dst address, nbytes, src region, dst region.
-        table = np.stack([rows[0][0], rows[1][0], nbytes, rows[0][1], rows[1][1]])
-        found.setdefault(key, []).append(table)
-    out = []
+        found.setdefault(key, []).append(table.reshape(5, -1))
+    out: list[Group] = []
     for key, tables in found.items():
-        table = _joined(np.concatenate(tables, axis=1))
-        out += [
-            _group(table[:, table[2] == nbytes], key, src.page, dst.page)
-            for nbytes in np.unique(table[2])
-        ]
+        table = _joined(np.concatenate(tables, axis=1) if len(tables) > 1 else tables[0])
+        out += [_group(part, key, *pages) for part in _by_size(table)]
     return tuple(out)
 
 
-def _addresses(side: Side, field: FieldPool, layers: list[int], heads: Ints) -> Ints:
-    """Address of each (layer, head) and the index of its region: two rows."""
-    bases = np.array(field.bases, np.int64)[layers]
-    addresses = (bases[:, None] + heads * field.head_stride).ravel()
-    regions = np.repeat(region_index(side.regions, bases), len(heads))
-    return np.stack([addresses, regions])
+def _by_size(table: Ints) -> list[Ints]:
+    """The columns of a table, apart for each number of bytes."""
+    sizes = set(table[2].tolist())
+    if len(sizes) == 1:
+        return [table]
+    return [table[:, table[2] == nbytes] for nbytes in sorted(sizes)]
 
 
 def _joined(table: Ints) -> Ints:
@@ -194,8 +180,7 @@ def _group(table: Ints, strides: tuple[int, int, int, int], src_page: int, dst_p
         pages[2] *= src_page
         pages = _joined(pages)
         if pages.shape[1] < table.shape[1]:
-            sizes = [pages[:, pages[2] == nbytes] for nbytes in np.unique(pages[2])]
-            whole = tuple(Pieces(t[0], t[1], t[2]) for t in sizes)
+            whole = tuple(Pieces(t[0], t[1], t[2]) for t in _by_size(pages))
     return Group(
         Pieces(table[0], table[1], table[2]),
         src_page,

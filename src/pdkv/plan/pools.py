@@ -24,7 +24,7 @@ from pdkv.layout import (
     PoolLayout,
 )
 
-__all__ = ["check_pools", "num_local_heads", "region_index"]
+__all__ = ["check_aux_rows", "check_pools", "num_local_heads", "region_index"]
 
 Ints = npt.NDArray[np.int64]
 Fault = tuple[str, Callable[[PoolLayout], object], str]
@@ -44,6 +44,10 @@ def check_pools(
             raise LayoutMismatch(
                 f"pool.{field}", _try(value, src_pool), _try(value, dst_pool), text
             )
+
+
+def check_aux_rows(src_pool: PoolLayout, dst_pool: PoolLayout) -> None:
+    """Raise LayoutMismatch unless an aux row of one side fits one of the other."""
     if src_pool.aux_row_nbytes != dst_pool.aux_row_nbytes:
         raise LayoutMismatch(
             "pool.aux_row_nbytes", src_pool.aux_row_nbytes, dst_pool.aux_row_nbytes

@@ -13,23 +13,22 @@ from typing import NamedTuple
 import numpy as np
 
 from pdkv.errors import ConfigError
-from pdkv.layout import ComponentPool, PoolLayout
 from pdkv.plan.geometry import Geometry, Tag
 from pdkv.plan.pages import PageIds, PageTable, as_ids, place
-from pdkv.plan.pieces import Block, Group, Side, groups
-from pdkv.plan.pools import check_pools
+from pdkv.plan.pieces import Block, Group, groups
 from pdkv.plan.runs import RunBuffer, Runs
+from pdkv.plan.storage import ComponentStorage, Storage
 from pdkv.plan.tokens import Segments, segments
 
 __all__ = ["Route"]
 
 
-class Stored(NamedTuple):
-    """One component between the two ranks: both storages and the groups of each share."""
+class Shared(NamedTuple):
+    """One component that the pair moves: the groups of each share, and pages in both pools."""
 
-    src: ComponentPool
-    dst: ComponentPool
     groups: tuple[tuple[Group, ...], ...]
+    src_num_pages: int
+    dst_num_pages: int
 
 
 class Route:
@@ -40,30 +39,29 @@ class Route:
         geometry: Geometry,
         src_rank_id: int,
         dst_rank_id: int,
-        src_pool: PoolLayout,
-        dst_pool: PoolLayout,
+        src: Storage,
+        dst: Storage,
     ) -> None:
-        check_pools((geometry.src, src_rank_id, src_pool), (geometry.dst, dst_rank_id, dst_pool))
         self.src_rank_id = src_rank_id
         self.dst_rank_id = dst_rank_id
         self._geometry = geometry
-        self._src_pool, self._dst_pool = src_pool, dst_pool
-        self._stored = tuple(self._store(c) for c in range(len(geometry.components)))
+        self._src_pool, self._dst_pool = src.pool, dst.pool
+        self._shared = tuple(
+            self._share(c, *storages)
+            for c, storages in enumerate(zip(src.components, dst.components, strict=True))
+        )
 
-    def _store(self, c: int) -> Stored | None:
-        component = self._geometry.components[c]
+    def _share(
+        self, c: int, src: ComponentStorage | None, dst: ComponentStorage | None
+    ) -> Shared | None:
         shares = self._geometry.shares(self.src_rank_id, self.dst_rank_id, c)
-        src, dst = (p.component(component.name) for p in (self._src_pool, self._dst_pool))
         if not shares or src is None or dst is None:
             return None
-        maps = self._geometry.token_maps(c, 1)
-        sides = [
-            Side(pool, layout.regions, token_map.page)
-            for pool, layout, token_map in zip(
-                (src, dst), (self._src_pool, self._dst_pool), maps, strict=True
-            )
-        ]
-        return Stored(src, dst, tuple(groups(share, component, *sides) for share in shares))
+        component = self._geometry.components[c]
+        src_map, dst_map = self._geometry.token_maps(c, 1)
+        pages = (src_map.page, dst_map.page)
+        found = tuple(groups(share, component, src, dst, pages) for share in shares)
+        return Shared(found, src.num_pages, dst.num_pages)
 
     def plan(
         self,
@@ -123,9 +121,9 @@ class Route:
         dst_page_ids: PageIds,
     ) -> list[Block]:
         parts = self._parts(tag, decode_prefix_len, num_tokens)
-        stored = self._stored[tag.component]
-        assert stored is not None  # it has parts
-        src, dst = self._tables(tag.component, stored, decode_prefix_len, num_tokens)
+        shared = self._shared[tag.component]
+        assert shared is not None  # it has parts
+        src, dst = self._tables(tag.component, shared, decode_prefix_len, num_tokens)
         src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)
         blocks: list[Block] = []
         for cut, share_groups in parts:
@@ -135,7 +133,7 @@ class Route:
         return blocks
 
     def _tables(
-        self, c: int, stored: Stored, decode_prefix_len: int, num_tokens: int
+        self, c: int, shared: Shared, decode_prefix_len: int, num_tokens: int
     ) -> tuple[PageTable, PageTable]:
         geometry = self._geometry
         src_map, dst_map = geometry.token_maps(c, num_tokens)
@@ -147,8 +145,8 @@ class Route:
             sent = range(start, num_tokens)
             dst_pages = geometry.dst_pages(self.dst_rank_id, c, sent, num_tokens)
         return (
-            PageTable("src", src_map.page, 0, len(src_pages), stored.src.num_pages),
-            PageTable("dst", dst_map.page, dst_pages.start, len(dst_pages), stored.dst.num_pages),
+            PageTable("src", src_map.page, 0, len(src_pages), shared.src_num_pages),
+            PageTable("dst", dst_map.page, dst_pages.start, len(dst_pages), shared.dst_num_pages),
         )
 
     def _parts(
@@ -156,10 +154,10 @@ class Route:
     ) -> list[tuple[Segments, tuple[Group, ...]]]:
         """The segments of each share in the tag, with the groups that move along them."""
         geometry, c = self._geometry, tag.component
-        if tag.writer != self.src_rank_id or not 0 <= c < len(self._stored):
+        if tag.writer != self.src_rank_id or not 0 <= c < len(self._shared):
             raise ConfigError(f"{tag} is no KV or state of src rank {self.src_rank_id}")
-        stored, parts = self._stored[c], []
-        if stored is not None:
+        shared, parts = self._shared[c], []
+        if shared is not None:
             src_map, dst_map = geometry.token_maps(c, num_tokens)
             src_cp = geometry.src_ranks[self.src_rank_id].cp_rank
             dst_cp = geometry.dst_ranks[self.dst_rank_id].cp_rank
@@ -168,7 +166,7 @@ class Route:
             ):
                 cut = segments(src_map, src_cp, dst_map, dst_cp, stretch.start, stretch.stop)
                 if len(cut.length):
-                    parts.append((cut, stored.groups[stretch.share]))
+                    parts.append((cut, shared.groups[stretch.share]))
         if not parts:
             raise ConfigError(f"{tag} carries nothing to rank {self.dst_rank_id}")
         return parts
