@@ -47,7 +47,7 @@ src_pools[0].tensor("kv", "k", 1)[3, :4] = 7.0  # the last 4 of 20 tokens are in
 handle = prefill.open(room=1, num_tokens=20)
 for rank in decode:  # 20 tokens into pages 5 and 6 of each rank
     rank.submit(room=1, attempt=1, prefill=record, num_tokens=20, page_ids=[5, 6], aux_index=0)
-prefill.send(handle, tokens=range(0, 20), page_ids=[2, 3])  # as chunks become ready
+prefill.send(handle, tokens=range(20), page_ids=[2, 3])  # as chunks become ready
 prefill.finish(handle, Outcome.CONTINUE, aux_index=0)
 
 done = []
