@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import wait
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from model import engine_layout
+from processes import context
 from rank import RankSpec, run_rank
 from weights import CACHE, load
 
@@ -34,15 +34,15 @@ class Engine:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = CACHE / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        spawn = multiprocessing.get_context("spawn")
+        processes = context()
         self.pipes, self.processes, self._logs = [], [], []
         for rank in range(tp_size):
-            mine, theirs = spawn.Pipe()
+            mine, theirs = processes.Pipe()
             log = logs / f"{role}-tp{tp_size}-{rank}.log"
             spec = RankSpec(
                 role, rank, tp_size, self._incarnation, self._store.port, model_folder, log
             )
-            process = spawn.Process(target=run_rank, args=(spec, theirs), daemon=True)
+            process = processes.Process(target=run_rank, args=(spec, theirs), daemon=True)
             process.start()
             theirs.close()  # so that our end sees the end of the process
             self.pipes.append(mine)

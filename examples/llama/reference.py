@@ -5,7 +5,6 @@ No pdkv transfer, no chunks, no tensor parallelism: each turn is computed as a w
 
 from __future__ import annotations
 
-import multiprocessing
 import signal
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -14,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from model import NUM_PAGES, Llama, engine_layout
+from processes import context
 from weights import find_gguf, load, load_tokenizer
 
 from pdkv.pool.kv import KVPool
@@ -59,9 +59,9 @@ class Referee:
     """transformers in a process of its own: it takes its time while the engines work."""
 
     def __init__(self) -> None:
-        spawn = multiprocessing.get_context("spawn")
-        self._pipe, theirs = spawn.Pipe()
-        self._process = spawn.Process(target=_referee, args=(theirs,), daemon=True)
+        processes = context()
+        self._pipe, theirs = processes.Pipe()
+        self._process = processes.Process(target=_referee, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
 
