@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
 from pdkv.heads import distribute_heads
 
 PAIRS = ((1, 1), (1, 3), (3, 1))
-MAX_NEW_TOKENS = 12
+MAX_NEW_TOKENS = 10
 SYSTEM = (
     "You are a patient guide who answers in one short sentence. These are the notes for today's "
     "tour of the harbour. The lighthouse was built in 1847 by Anna Berg, stands 32 metres tall, "
