@@ -17,16 +17,17 @@ from typing import Any
 # NIXL's UCX and gloo stay on this host; one thread per process, as the ranks share few cores.
 os.environ |= {"UCX_NET_DEVICES": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
+INSTALL = "run `make setup`, or pip install -e '.[examples]'"
 
 try:
     import torch
     import weights
     from engine import Engine, EngineFailed, answers
     from reference import Referee, Turn, converse
-except ModuleNotFoundError as error:
-    sys.exit(f"demo: {error.name} is missing: run `make setup`, or pip install -e '.[examples]'")
 
-from pdkv.heads import distribute_heads
+    from pdkv.heads import distribute_heads
+except ModuleNotFoundError as error:
+    sys.exit(f"demo: {error.name} is missing: {INSTALL}")
 
 PAIRS = ((1, 1), (1, 3), (3, 1))
 MAX_NEW_TOKENS = 10
@@ -213,5 +214,7 @@ if __name__ == "__main__":
         main()
     except KeyboardInterrupt:
         sys.exit("demo: interrupted; all engines are stopped")
+    except ModuleNotFoundError as error:
+        sys.exit(f"demo: {error.name} is missing: {INSTALL}")
     except (EngineFailed, Different, FileNotFoundError) as failure:
         sys.exit(f"demo FAILED: {failure}")

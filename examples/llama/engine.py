@@ -52,8 +52,8 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.stop(grace_s=0.0 if error else STOP_S)
 
     def record(self, addresses: list[str]) -> bytes:
         """What this engine publishes, for the other engine."""
@@ -66,11 +66,11 @@ class Engine:
         for pipe in self.pipes:
             pipe.send((name, arguments))
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = STOP_S) -> None:
         """Ask the ranks to end by closing their pipes; kill, by pid, those that don't."""
         for pipe in self.pipes:
             pipe.close()
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + grace_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
