@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import os
+import time
 from random import Random
 
 import pytest
 
 from pdkv.testing.cases import random_case
-from pdkv.testing.check_plan import check_plan
+from pdkv.testing.check_plan import Form, check_plan
 
 
-@pytest.mark.parametrize("first_seed", range(0, 500, 50))
-def test_random_cases_of_a_fixed_seed_deliver_every_byte_once(first_seed: int) -> None:
-    for seed in range(first_seed, first_seed + 50):
-        try:
-            check_plan(random_case(Random(seed)))
-        except Exception as error:
-            raise AssertionError(f"random_case(Random({seed}))") from error
+def check_seed(seed: int, form: Form = "runs") -> None:
+    try:
+        check_plan(random_case(Random(seed)), form)
+    except Exception as error:
+        raise AssertionError(f"check_plan(random_case(Random({seed})), {form!r})") from error
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["runs", "strided", "indices"])
+def test_random_cases_of_fixed_seeds_deliver_every_byte_once(form: Form) -> None:
+    for seed in range(300):
+        check_seed(seed, form)
+
+
+@pytest.mark.check
+def test_10000_fresh_random_cases_deliver_every_byte_once() -> None:
+    first = int.from_bytes(os.urandom(6), "big")
+    print(f"seeds from {first}")
+    began = time.monotonic()
+    forms: tuple[Form, ...] = ("runs", "runs", "strided", "indices")
+    for i in range(10_000):
+        check_seed(first + i, forms[i % 4])
+    print(f"10,000 cases in {time.monotonic() - began:.0f} s")

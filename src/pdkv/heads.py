@@ -1,18 +1,31 @@
 """Which rank holds which KV head, and who sends which heads to whom.
 
 The math of grouped-query attention under tensor parallelism, alone: no layers, pages or bytes.
-Imports nothing, so that `from pdkv.heads import distribute_heads` fits any unit test.
+Imports nothing beyond the standard library, so that `from pdkv.heads import distribute_heads` fits
+any unit test.
 
-Ownership (DESIGN 4). With tp_size <= total_kv_heads each rank holds an equal contiguous block.
-With tp_size > total_kv_heads heads are replicated in blocks: rank r holds head
+Ownership. With tp_size <= total_kv_heads each rank holds an equal contiguous block. With
+tp_size > total_kv_heads heads are replicated in blocks: rank r holds head
 r // (tp_size // total_kv_heads). Either way the division must be exact. MLA is total_kv_heads = 1.
+An engine with another rule passes its own map: per rank the heads in the order of its H axis.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-__all__ = ["HeadSlice", "distribute_heads", "owned_heads", "replica_units", "replica_writer"]
+__all__ = [
+    "HeadSlice",
+    "distribute_heads",
+    "distribute_owned",
+    "head_readers",
+    "head_writers",
+    "owned_heads",
+    "replica_units",
+    "replica_writer",
+    "total_from_local",
+]
 
 
 class HeadSlice(NamedTuple):
@@ -48,13 +61,31 @@ def owned_heads(tp_rank: int, tp_size: int, total_kv_heads: int) -> range:
     return range(tp_rank // replicas, tp_rank // replicas + 1)
 
 
+def total_from_local(local_kv_heads: int, tp_size: int) -> int:
+    """Total KV heads of a model from what one of its ranks holds, for an engine that knows no more.
+
+    More than one head per rank, or one rank, means no replication: the total is the product. One
+    head on each of several ranks may be any divisor of tp_size: ValueError, since a guess would
+    send heads to the wrong places without a word.
+    """
+    if local_kv_heads < 1 or tp_size < 1:
+        raise ValueError(f"sizes must be positive: {local_kv_heads=}, {tp_size=}")
+    if local_kv_heads == 1 and tp_size > 1:
+        totals = [n for n in range(1, tp_size + 1) if tp_size % n == 0]
+        raise ValueError(
+            f"one head on each of {tp_size} ranks: the model may have any of {totals} KV heads; "
+            "pass total_kv_heads"
+        )
+    return local_kv_heads * tp_size
+
+
 def replica_writer(
     reader_index: int, num_readers: int, num_writers: int, unit: int = 0, num_units: int = 1
 ) -> int:
     """Index of the writer, among the `num_writers` holders of an element, that serves a reader.
 
-    `((j*n + p) * S) // (D*n)` in integers (DESIGN 4): j the reader's index among the D ranks that
-    want the element, p the element's stripe unit of n. Without striping n = 1 and p = 0.
+    `((j*n + p) * S) // (D*n)` in integers: j the reader's index among the D ranks that want the
+    element, p the element's stripe unit of n. Without striping n = 1 and p = 0.
     """
     return ((reader_index * num_units + unit) * num_writers) // (num_readers * num_units)
 
@@ -64,8 +95,8 @@ def replica_units(
 ) -> range:
     """The stripe units that a writer sends to a reader: the inverse of `replica_writer`.
 
-    They are consecutive: `replica_writer` grows with the unit. Together the writers' ranges are
-    [0, num_units) for each reader, without overlap.
+    They are consecutive, since `replica_writer` grows with the unit. Together the writers' ranges
+    are [0, num_units) for each reader, without overlap.
     """
     shift = reader_index * num_units
     start = -(-writer_index * num_readers * num_units // num_writers) - shift
@@ -82,32 +113,106 @@ def distribute_heads(
     Sorted by (dst_rank, dst_head_start). Among src replicas of a head the writer is chosen by
     `replica_writer` without striping. Raises ValueError for sizes that own no whole heads.
     """
-    src_holders = _holders(src_tp_size, total_kv_heads)
-    dst_holders = _holders(dst_tp_size, total_kv_heads)
+    src = [owned_heads(r, src_tp_size, total_kv_heads) for r in range(src_tp_size)]
+    dst = [owned_heads(r, dst_tp_size, total_kv_heads) for r in range(dst_tp_size)]
+    return distribute_owned(src, dst)
+
+
+def distribute_owned(
+    src_heads: Sequence[Sequence[int]],
+    dst_heads: Sequence[Sequence[int]],
+    *,
+    unit: int = 0,
+    num_units: int = 1,
+) -> tuple[HeadSlice, ...]:
+    """`distribute_heads` for any ownership: per rank the global heads in the order of its H axis.
+
+    With `num_units` > 1: who sends stripe unit `unit` of that many. Raises ValueError for a dst
+    head that no src rank holds, and for a rank that names a head twice.
+    """
+    holders, places = _holders(src_heads)
+    readers, _ = _holders(dst_heads)
+    served = dict.fromkeys(readers, 0)
     slices: list[HeadSlice] = []
-    for dst_rank in range(dst_tp_size):
-        for dst_head, head in enumerate(owned_heads(dst_rank, dst_tp_size, total_kv_heads)):
-            readers, writers = dst_holders[head], src_holders[head]
-            writer = replica_writer(readers.index(dst_rank), len(readers), len(writers))
-            src_rank = writers[writer]
-            src_head = head - owned_heads(src_rank, src_tp_size, total_kv_heads).start
-            last = slices[-1] if slices else None
-            if (
-                last is not None
-                and (last.src_rank, last.dst_rank) == (src_rank, dst_rank)
-                and last.src_head_start + last.num_heads == src_head
-            ):
+    for dst_rank, heads in enumerate(dst_heads):
+        first = len(slices)
+        for dst_head, head in enumerate(heads):
+            if head not in holders:
+                raise ValueError(f"dst rank {dst_rank} wants head {head}, which no src rank holds")
+            writers = holders[head]
+            index = replica_writer(served[head], len(readers[head]), len(writers), unit, num_units)
+            served[head] += 1
+            src_rank = writers[index]
+            src_head = places[src_rank][head]
+            last = slices[-1] if len(slices) > first else None
+            if last and last.src_rank == src_rank and _end(last) == src_head:
                 slices[-1] = last._replace(num_heads=last.num_heads + 1)
             else:
                 slices.append(HeadSlice(src_rank, dst_rank, src_head, dst_head, 1))
     return tuple(slices)
 
 
-def _holders(tp_size: int, total_kv_heads: int) -> list[range]:
-    """For each head the ranks that hold it, in rank order."""
-    owned_heads(0, tp_size, total_kv_heads)
-    if tp_size <= total_kv_heads:
-        per_rank = total_kv_heads // tp_size
-        return [range(h // per_rank, h // per_rank + 1) for h in range(total_kv_heads)]
-    replicas = tp_size // total_kv_heads
-    return [range(h * replicas, (h + 1) * replicas) for h in range(total_kv_heads)]
+def head_writers(
+    dst_rank: int,
+    *,
+    src_tp_size: int,
+    dst_tp_size: int,
+    total_kv_heads: int,
+    striping: bool = False,
+) -> tuple[int, ...]:
+    """The src ranks that send any head to that dst rank, ascending.
+
+    With striping: over a full transfer chunk. Raises ValueError as `distribute_heads` does.
+    """
+    owned_heads(dst_rank, dst_tp_size, total_kv_heads)
+    pairs = _pairs(src_tp_size, dst_tp_size, total_kv_heads, striping)
+    return tuple(sorted({src for src, dst in pairs if dst == dst_rank}))
+
+
+def head_readers(
+    src_rank: int,
+    *,
+    src_tp_size: int,
+    dst_tp_size: int,
+    total_kv_heads: int,
+    striping: bool = False,
+) -> tuple[int, ...]:
+    """The dst ranks to which that src rank sends any head, ascending; the inverse of
+    `head_writers`. Empty for a replica that is not chosen."""
+    owned_heads(src_rank, src_tp_size, total_kv_heads)
+    pairs = _pairs(src_tp_size, dst_tp_size, total_kv_heads, striping)
+    return tuple(sorted({dst for src, dst in pairs if src == src_rank}))
+
+
+def _pairs(
+    src_tp_size: int, dst_tp_size: int, total_kv_heads: int, striping: bool
+) -> Iterator[tuple[int, int]]:
+    """(src rank, dst rank) for everything that crosses."""
+    src_replicas = len(owned_heads(0, src_tp_size, total_kv_heads)) * src_tp_size // total_kv_heads
+    # That many units reach every pair of replicas that any number of units reaches.
+    num_units = src_replicas if striping else 1
+    src = [owned_heads(r, src_tp_size, total_kv_heads) for r in range(src_tp_size)]
+    dst = [owned_heads(r, dst_tp_size, total_kv_heads) for r in range(dst_tp_size)]
+    for unit in range(num_units):
+        for piece in distribute_owned(src, dst, unit=unit, num_units=num_units):
+            yield piece.src_rank, piece.dst_rank
+
+
+def _holders(
+    heads_by_rank: Sequence[Sequence[int]],
+) -> tuple[dict[int, list[int]], list[dict[int, int]]]:
+    """For each head the ranks that hold it, in rank order; for each rank where its heads lie."""
+    holders: dict[int, list[int]] = {}
+    places = []
+    for rank, heads in enumerate(heads_by_rank):
+        place = {head: i for i, head in enumerate(heads)}
+        if len(place) != len(heads):
+            raise ValueError(f"rank {rank} names a head twice: {list(heads)}")
+        places.append(place)
+        for head in place:
+            holders.setdefault(head, []).append(rank)
+    return holders, places
+
+
+def _end(piece: HeadSlice) -> int:
+    return piece.src_head_start + piece.num_heads

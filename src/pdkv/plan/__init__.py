@@ -4,9 +4,24 @@
 per pair of ranks), `Route.plan` the `Runs` of one `Tag`. Layer 1: numpy and layer 0 only.
 """
 
+from pdkv.plan.cost import CostModel, Estimate
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pairing import Pairing, validate
+from pdkv.plan.prepared import Indices, PreparedLists
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce
 
-__all__ = ["Pairing", "Route", "RunBuffer", "Runs", "StridedRuns", "Tag", "coalesce", "validate"]
+__all__ = [
+    "CostModel",
+    "Estimate",
+    "Indices",
+    "Pairing",
+    "PreparedLists",
+    "Route",
+    "RunBuffer",
+    "Runs",
+    "StridedRuns",
+    "Tag",
+    "coalesce",
+    "validate",
+]

@@ -104,8 +104,8 @@ class Geometry:
         if not row and not self._ever_share(c, src.cp_rank, dst.cp_rank):
             return
         for share in self._ownership[c].shares(src, dst):
-            # As many units as writers times readers reach every pair that any number reaches.
-            most = share.src.num_holders * share.dst.num_holders if self.striping and not row else 1
+            # As many units as writers reach every pair that any number of units reaches.
+            most = share.src.num_holders if self.striping and not row else 1
             if share.units(most):
                 yield share
 

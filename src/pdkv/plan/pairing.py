@@ -14,7 +14,7 @@ from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.plan.check import check_engines
 from pdkv.plan.fanin import FanIn
 from pdkv.plan.geometry import Geometry, Tag
-from pdkv.plan.pools import check_aux_rows, check_pools
+from pdkv.plan.pools import check_aux_rows, check_pool
 from pdkv.plan.route import Route
 from pdkv.plan.storage import Storage, store
 
@@ -223,17 +223,15 @@ class Pairing:
         Raises LayoutMismatch when a pool is not what its engine published, or lies outside its
         registered regions.
         """
-        kept = (self._storages.get((0, src_rank_id)), self._storages.get((1, dst_rank_id)))
         pools = (src_pool, dst_pool)
-        if any(k is None or k.pool is not p for k, p in zip(kept, pools, strict=True)):
-            check_pools((self.src, src_rank_id, src_pool), (self.dst, dst_rank_id, dst_pool))
-            self._storages[0, src_rank_id] = store(self.src.kv, src_pool)
-            self._storages[1, dst_rank_id] = store(self.dst.kv, dst_pool)
-        check_aux_rows(src_pool, dst_pool)
-        return Route(
-            self._geometry,
-            src_rank_id,
-            dst_rank_id,
-            self._storages[0, src_rank_id],
-            self._storages[1, dst_rank_id],
-        )
+        storages = []
+        for side, (engine, rank_id) in enumerate(
+            ((self.src, src_rank_id), (self.dst, dst_rank_id))
+        ):
+            kept = self._storages.get((side, rank_id))
+            if kept is None or kept.pool is not pools[side]:
+                check_pool(side, engine, rank_id, pools)
+                kept = self._storages[side, rank_id] = store(engine.kv, pools[side])
+            storages.append(kept)
+        check_aux_rows(pools)
+        return Route(self._geometry, src_rank_id, dst_rank_id, *storages)

@@ -66,6 +66,27 @@ class Group:
                 return [*self._whole_pages(full_pages), self._along(self.tokens, rest)]
         return [self._along(self.tokens, placed)]
 
+    def strided(self, placed: Placed) -> list[Block]:
+        """The runs of all pieces, with elements that no run joins under one stride."""
+        if self.dense:
+            return self.blocks(placed)
+        src, dst = self._offsets(placed)
+        count, nbytes = placed.length, self.tokens.nbytes[:1]
+        strides = (self.src_token_stride, self.dst_token_stride)
+        first = run_starts(src, dst, count * strides[0], count * strides[1])
+        if first is not None:
+            src, dst, count = src[first], dst[first], np.add.reduceat(count, first)
+        return [Block(self.tokens, src, dst, nbytes, count, strides)]
+
+    def num_runs(self, length: Ints) -> int:
+        """Runs along segments of those lengths, before any are joined across pages."""
+        num_pieces = len(self.tokens.src)
+        if not self.dense:
+            return num_pieces * int(length.sum())
+        full = int((length == self.page).sum()) if self.whole else 0
+        per_page = sum(len(pieces.src) for pieces in self.whole)
+        return per_page * full + num_pieces * (len(length) - full)
+
     def _whole_pages(self, placed: Placed) -> list[Block]:
         single = placed._replace(length=np.ones_like(placed.length))
         return [self._along(pieces, single) for pieces in self.whole]
@@ -104,13 +125,16 @@ class Group:
 class Block(NamedTuple):
     """A run for every piece at every offset, piece by piece.
 
-    `nbytes` is one number for each offset, or a single one. All are int64 arrays.
+    `nbytes` is one number for each offset, or a single one; so is `repeats`: how often a run is
+    made, at `strides` of (src, dst) bytes. All arrays are int64.
     """
 
     pieces: Pieces
     src_offsets: Ints
     dst_offsets: Ints
     nbytes: Ints
+    repeats: Ints | None = None
+    strides: tuple[int, int] = (0, 0)
 
 
 def groups(

@@ -24,30 +24,31 @@ from pdkv.layout import (
     PoolLayout,
 )
 
-__all__ = ["check_aux_rows", "check_pools", "num_local_heads", "region_index"]
+__all__ = ["check_aux_rows", "check_pool", "num_local_heads", "region_index"]
 
 Ints = npt.NDArray[np.int64]
 Fault = tuple[str, Callable[[PoolLayout], object], str]
 """Dotted field, how to read it from any pool, what is wrong with it."""
 
+Pools = tuple[PoolLayout, PoolLayout]
+"""The src rank's and the dst rank's."""
+
 MAX_ADDRESS = 1 << 62
 
 
-def check_pools(
-    src: tuple[EngineLayout, int, PoolLayout], dst: tuple[EngineLayout, int, PoolLayout]
-) -> None:
-    """Raise LayoutMismatch unless both (engine, rank_id, pool) fit together and in themselves."""
-    src_pool, dst_pool = src[2], dst[2]
-    for side, (engine, rank_id, pool) in (("src", src), ("dst", dst)):
-        for field, value, reason in _faults(engine, rank_id, pool):
-            text = f"{side} rank {rank_id}: {reason}"
-            raise LayoutMismatch(
-                f"pool.{field}", _try(value, src_pool), _try(value, dst_pool), text
-            )
+def check_pool(side: int, engine: EngineLayout, rank_id: int, pools: Pools) -> None:
+    """Raise LayoutMismatch unless the pool of one side (0 src, 1 dst) is in order.
+
+    The other pool is only looked at for the text, which is the same in both processes.
+    """
+    for field, value, reason in _faults(engine, rank_id, pools[side]):
+        text = f"{('src', 'dst')[side]} rank {rank_id}: {reason}"
+        raise LayoutMismatch(f"pool.{field}", _try(value, pools[0]), _try(value, pools[1]), text)
 
 
-def check_aux_rows(src_pool: PoolLayout, dst_pool: PoolLayout) -> None:
+def check_aux_rows(pools: Pools) -> None:
     """Raise LayoutMismatch unless an aux row of one side fits one of the other."""
+    src_pool, dst_pool = pools
     if src_pool.aux_row_nbytes != dst_pool.aux_row_nbytes:
         raise LayoutMismatch(
             "pool.aux_row_nbytes", src_pool.aux_row_nbytes, dst_pool.aux_row_nbytes

@@ -13,11 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from pdkv.errors import ConfigError
+from pdkv.plan.cost import Estimate
 from pdkv.plan.geometry import Geometry, Tag
-from pdkv.plan.pages import PageIds, PageTable, as_ids, place
-from pdkv.plan.pieces import Block, Group, groups
-from pdkv.plan.runs import RunBuffer, Runs
+from pdkv.plan.pages import PageIds, PageTable, Placed, as_ids, place
+from pdkv.plan.pieces import Group, groups
+from pdkv.plan.runs import RunBuffer, Runs, StridedRuns
 from pdkv.plan.storage import ComponentStorage, Storage
+from pdkv.plan.strided import strided_runs
 from pdkv.plan.tokens import Segments, segments
 
 __all__ = ["Route"]
@@ -83,9 +85,15 @@ class Route:
         Raises ConfigError for a tag that this pair does not send, lists of a wrong length, and ids
         that are needed and unknown, out of range, or named twice.
         """
-        blocks = self._blocks(tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids)
+        located = self.locate(tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids)
+        blocks = [
+            block
+            for share, placed in located
+            for group in self.groups(tag.component)[share]
+            for block in group.blocks(placed)
+        ]
         sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
-        out = (buffer or RunBuffer()).take(sum(sizes))
+        out = (buffer or RunBuffer()).take(3, sum(sizes))
         at = 0
         for block, size in zip(blocks, sizes, strict=True):
             shape = (len(block.pieces.src), len(block.src_offsets))
@@ -95,6 +103,41 @@ class Route:
             nbytes[:] = block.nbytes
             at += size
         return Runs(*(row.view(np.uint64) for row in out))
+
+    def plan_strided(
+        self,
+        tag: Tag,
+        *,
+        decode_prefix_len: int,
+        num_tokens: int,
+        src_page_ids: PageIds,
+        dst_page_ids: PageIds,
+    ) -> StridedRuns:
+        """The copies of one tag with a stride on each side: `plan` before elements are listed.
+
+        Arguments and errors as for `plan`.
+        """
+        located = self.locate(tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids)
+        return strided_runs(
+            [
+                block
+                for share, placed in located
+                for group in self.groups(tag.component)[share]
+                for block in group.strided(placed)
+            ]
+        )
+
+    def estimate(self, tag: Tag, *, decode_prefix_len: int, num_tokens: int) -> Estimate:
+        """Descriptors and bytes of one tag before any page id is known.
+
+        `num_descriptors` counts no joining across pages, so it is an upper bound.
+        """
+        num_descriptors = nbytes = 0
+        for share, cut in self._parts(tag, decode_prefix_len, num_tokens):
+            for group in self.groups(tag.component)[share]:
+                num_descriptors += group.num_runs(cut.length)
+                nbytes += int(cut.length.sum()) * int(group.tokens.nbytes.sum())
+        return Estimate(num_descriptors, nbytes)
 
     def plan_aux(self, src_index: int, dst_index: int) -> Runs:
         """The copy of one aux row: one run, or none where aux rows have no bytes."""
@@ -112,30 +155,32 @@ class Route:
             np.full(num_runs, nbytes, np.uint64),
         )
 
-    def _blocks(
+    def groups(self, component: int) -> tuple[tuple[Group, ...], ...]:
+        """The groups of each share of a component; empty where this pair moves none of it."""
+        shared = self._shared[component]
+        return () if shared is None else shared.groups
+
+    def locate(
         self,
         tag: Tag,
         decode_prefix_len: int,
         num_tokens: int,
         src_page_ids: PageIds,
         dst_page_ids: PageIds,
-    ) -> list[Block]:
+    ) -> list[tuple[int, Placed]]:
+        """For each share in the tag its index and its segments, with the pages looked up."""
         parts = self._parts(tag, decode_prefix_len, num_tokens)
-        shared = self._shared[tag.component]
-        assert shared is not None  # it has parts
-        src, dst = self._tables(tag.component, shared, decode_prefix_len, num_tokens)
+        src, dst = self.page_tables(tag.component, decode_prefix_len, num_tokens)
         src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)
-        blocks: list[Block] = []
-        for cut, share_groups in parts:
-            placed = place(cut, src, src_ids, dst, dst_ids)
-            for group in share_groups:
-                blocks += group.blocks(placed)
-        return blocks
+        return [(share, place(cut, src, src_ids, dst, dst_ids)) for share, cut in parts]
 
-    def _tables(
-        self, c: int, shared: Shared, decode_prefix_len: int, num_tokens: int
+    def page_tables(
+        self, c: int, decode_prefix_len: int, num_tokens: int
     ) -> tuple[PageTable, PageTable]:
-        geometry = self._geometry
+        """How src_page_ids and dst_page_ids of a component are indexed."""
+        geometry, shared = self._geometry, self._shared[c]
+        if shared is None:
+            raise ConfigError(f"component {c} does not cross between this pair")
         src_map, dst_map = geometry.token_maps(c, num_tokens)
         if geometry.components[c].kind == "row":
             src_pages = dst_pages = range(1)
@@ -151,13 +196,13 @@ class Route:
 
     def _parts(
         self, tag: Tag, decode_prefix_len: int, num_tokens: int
-    ) -> list[tuple[Segments, tuple[Group, ...]]]:
-        """The segments of each share in the tag, with the groups that move along them."""
+    ) -> list[tuple[int, Segments]]:
+        """For each share in the tag its index and its segments."""
         geometry, c = self._geometry, tag.component
         if tag.writer != self.src_rank_id or not 0 <= c < len(self._shared):
             raise ConfigError(f"{tag} is no KV or state of src rank {self.src_rank_id}")
-        shared, parts = self._shared[c], []
-        if shared is not None:
+        parts = []
+        if self._shared[c] is not None:
             src_map, dst_map = geometry.token_maps(c, num_tokens)
             src_cp = geometry.src_ranks[self.src_rank_id].cp_rank
             dst_cp = geometry.dst_ranks[self.dst_rank_id].cp_rank
@@ -166,7 +211,7 @@ class Route:
             ):
                 cut = segments(src_map, src_cp, dst_map, dst_cp, stretch.start, stretch.stop)
                 if len(cut.length):
-                    parts.append((cut, shared.groups[stretch.share]))
+                    parts.append((stretch.share, cut))
         if not parts:
             raise ConfigError(f"{tag} carries nothing to rank {self.dst_rank_id}")
         return parts

@@ -66,17 +66,21 @@ class StridedRuns:
 class RunBuffer:
     """Memory for plans that are used up before the next one is made, so that none is allocated.
 
-    The Runs of a plan are views into the buffer: valid until the next plan with the same buffer.
+    The arrays of a plan are views into the buffer: valid until the next plan with the same buffer.
     """
 
-    def __init__(self, capacity: int = 0) -> None:
-        self._arrays = np.empty((3, capacity), np.int64)
+    def __init__(self) -> None:
+        self._kept: dict[type[np.integer[Any]], npt.NDArray[Any]] = {}
 
-    def take(self, num_runs: int) -> npt.NDArray[np.int64]:
-        """Three rows (src, dst, nbytes) of `num_runs`; what was there before is lost."""
-        if self._arrays.shape[1] < num_runs:
-            self._arrays = np.empty((3, max(num_runs, 2 * self._arrays.shape[1])), np.int64)
-        return self._arrays[:, :num_runs]
+    def take(
+        self, num_rows: int, num_columns: int, dtype: type[np.integer[Any]] = np.int64
+    ) -> npt.NDArray[Any]:
+        """`num_rows` contiguous rows; what was there before is lost."""
+        size = num_rows * num_columns
+        kept = self._kept.get(dtype)
+        if kept is None or len(kept) < size:
+            kept = self._kept[dtype] = np.empty(size, dtype)
+        return kept[:size].reshape(num_rows, num_columns)
 
 
 def coalesce(runs: Runs) -> Runs:
@@ -90,12 +94,18 @@ def coalesce(runs: Runs) -> Runs:
     return Runs(runs.src[first], runs.dst[first], np.add.reduceat(runs.nbytes, first))
 
 
-def run_starts(src: Array, dst: Array, nbytes: Array) -> npt.NDArray[np.int64] | None:
-    """Index of the first of each group of runs that are one copy; None when nothing joins."""
+def run_starts(
+    src: Array, dst: Array, src_nbytes: Array, dst_nbytes: Array | None = None
+) -> npt.NDArray[np.int64] | None:
+    """Index of the first of each group of runs that are one copy; None when nothing joins.
+
+    `dst_nbytes`: how far a run reaches at dst, where that differs from src.
+    """
     if len(src) < 2:
         return None
-    apart = (src[:-1] + nbytes[:-1]) != src[1:]
-    apart |= (dst[:-1] + nbytes[:-1]) != dst[1:]
+    reach = src_nbytes if dst_nbytes is None else dst_nbytes
+    apart = (src[:-1] + src_nbytes[:-1]) != src[1:]
+    apart |= (dst[:-1] + reach[:-1]) != dst[1:]
     if apart.all():
         return None
     return np.concatenate(([0], np.flatnonzero(apart) + 1))

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Literal, TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.layout import Component, EngineLayout, Field
-from pdkv.plan import Pairing, validate
+from pdkv.layout import Component, EngineLayout, Field, KVLayout
+from pdkv.plan import Pairing, PreparedLists, Route, Runs, Tag, validate
+from pdkv.plan.pages import PageIds
 from pdkv.testing.cases import Case, prefix_unit, span_of
 from pdkv.testing.oracle import (
     Copy,
     Memory,
     OracleError,
+    Request,
     check_transfer,
     elements_per_page,
     first_sent,
@@ -30,17 +33,26 @@ from pdkv.topology import Rank
 __all__ = ["check_plan", "planned_copies"]
 
 Ints = npt.NDArray[np.int64]
+Form = Literal["runs", "strided", "indices"]
 
 
-def check_plan(case: Case) -> int:
+class Arguments(TypedDict):
+    decode_prefix_len: int
+    num_tokens: int
+    src_page_ids: PageIds
+    dst_page_ids: PageIds
+
+
+def check_plan(case: Case, form: Form = "runs") -> int:
     """Plan every tag of every pair and check bytes, writers and fan-in; the bytes moved.
 
     Raises OracleError (or whatever the planner raises: a legal case must not be refused).
     """
     pairing = validate(case.src, case.dst)
-    copies = list(planned_copies(case, pairing))
-    request = case.request
-    memories = check_transfer(case.src, case.dst, case.src_pools, case.dst_pools, request, copies)
+    copies = list(planned_copies(case, pairing, form))
+    memories = check_transfer(
+        case.src, case.dst, case.src_pools, case.dst_pools, case.request, copies
+    )
     _check_fan_in(pairing, copies)
     _check_grid(pairing)
     for rank_id, memory in enumerate(memories):
@@ -48,8 +60,11 @@ def check_plan(case: Case) -> int:
     return sum(copy.runs.total_nbytes for copy in copies)
 
 
-def planned_copies(case: Case, pairing: Pairing) -> Iterator[Copy]:
-    """All copies of the request, tag by tag, as an endpoint would ask for them."""
+def planned_copies(case: Case, pairing: Pairing, form: Form = "runs") -> Iterator[Copy]:
+    """All copies of the request, tag by tag, as an endpoint would ask for them.
+
+    `form` chooses which of the three forms of a plan the bytes are taken from.
+    """
     request, kv = case.request, case.src.kv
     lengths = (request.decode_prefix_len, request.num_tokens)
     for dst_id in range(case.dst.parallel.num_ranks):
@@ -63,17 +78,41 @@ def planned_copies(case: Case, pairing: Pairing) -> Iterator[Copy]:
                         request.src_aux_index[src_id], request.dst_aux_index[dst_id]
                     )
                 else:
-                    name = kv.components[tag.component].name
-                    runs = route.plan(
-                        tag,
-                        decode_prefix_len=request.decode_prefix_len,
-                        num_tokens=request.num_tokens,
-                        src_page_ids=request.src_page_ids[src_id][name],
-                        dst_page_ids=request.dst_page_ids[dst_id][name],
-                    )
+                    runs = _plan(route, tag, request, dst_id, kv, form)
                 yield Copy(src_id, dst_id, runs)
         if seen != pairing.tags(dst_id, *lengths):
             raise OracleError(f"dst rank {dst_id} awaits other tags than its writers send")
+
+
+def _plan(route: Route, tag: Tag, request: Request, dst_id: int, kv: KVLayout, form: Form) -> Runs:
+    name = kv.components[tag.component].name
+    arguments = Arguments(
+        decode_prefix_len=request.decode_prefix_len,
+        num_tokens=request.num_tokens,
+        src_page_ids=request.src_page_ids[tag.writer][name],
+        dst_page_ids=request.dst_page_ids[dst_id][name],
+    )
+    if form == "strided":
+        return route.plan_strided(tag, **arguments).expand()
+    if form == "runs":
+        return route.plan(tag, **arguments)
+    lists = PreparedLists(route, tag.component)
+    indices = lists.plan(tag, **arguments)
+    src, nbytes = _descriptors(lists.src_rows, indices.src)
+    dst, dst_nbytes = _descriptors(lists.dst_rows, indices.dst)
+    if (nbytes != dst_nbytes).any():
+        raise OracleError(f"{tag}: descriptors of different sizes are paired")
+    return Runs(src, dst, nbytes)
+
+
+def _descriptors(
+    rows: npt.NDArray[np.uint64], indices: npt.NDArray[np.integer]
+) -> tuple[npt.NDArray[np.uint64], npt.NDArray[np.uint64]]:
+    """(address, size) of descriptors of a prepared list."""
+    end = np.cumsum(rows[:, 3]).astype(np.int64)
+    row = np.searchsorted(end, indices, side="right")
+    k = indices - (end - rows[:, 3].astype(np.int64))[row]
+    return rows[row, 0] + k.astype(np.uint64) * rows[row, 2], rows[row, 1]
 
 
 def _check_fan_in(pairing: Pairing, copies: list[Copy]) -> None:
@@ -82,14 +121,26 @@ def _check_fan_in(pairing: Pairing, copies: list[Copy]) -> None:
     pairs = {(s, d) for d in range(num_dst) for s in pairing.writers(d)}
     if pairs != {(s, d) for s in range(num_src) for d in pairing.readers(s)}:
         raise OracleError("readers and writers disagree")
-    if not {(c.src_rank_id, c.dst_rank_id) for c in copies} <= pairs:
+    sent = {(c.src_rank_id, c.dst_rank_id) for c in copies}
+    if not sent <= pairs:
         raise OracleError("a copy between ranks that don't know each other")
+    _check_aux_writers(pairing)
     infos = [s for d in range(num_dst) for s in (*pairing.writers(d), *pairing.dummy_writers(d))]
     for s in range(num_src):
         if infos.count(s) != pairing.num_readers(s) or not infos.count(s):
             raise OracleError(
                 f"src rank {s} awaits {pairing.num_readers(s)}, gets {infos.count(s)}"
             )
+
+
+def _check_aux_writers(pairing: Pairing) -> None:
+    """The lowest rank of the last stage that writes to a rank, else the lowest of that stage."""
+    parallel = pairing.src.parallel
+    last = [i for i, r in enumerate(parallel.ranks()) if r.pp_rank == parallel.pp_size - 1]
+    for d in range(pairing.dst.parallel.num_ranks):
+        writers = [s for s in pairing.writers(d) if s in last]
+        if pairing.aux_writer(d) != min(writers, default=-1):
+            raise OracleError(f"aux of dst rank {d} comes from {pairing.aux_writer(d)}")
 
 
 def _check_grid(pairing: Pairing) -> None:

@@ -129,11 +129,10 @@ def _check_rank(dst: EngineLayout, rank_id: int, memory: Memory, request: Reques
     wrong = (memory.labels != expected) | (memory.hits != (expected != NOBODY))
     if wrong.any():
         worst = int(np.argmax(wrong))
+        wanted, found = (describe(dst, int(x[worst])) for x in (expected, memory.labels))
         raise OracleError(
-            f"dst rank {rank_id}, address {worst + memory.low:#x}: should hold "
-            f"{describe(dst, int(expected[worst]))}, holds "
-            f"{describe(dst, int(memory.labels[worst]))} "
-            f"from src rank {memory.senders[worst]}, written {memory.hits[worst]} times"
+            f"dst rank {rank_id}, address {worst + memory.low:#x}: should hold {wanted}, holds "
+            f"{found} from src rank {memory.senders[worst]}, written {memory.hits[worst]} times"
         )
 
 

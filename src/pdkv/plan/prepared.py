@@ -1,0 +1,203 @@
+"""Descriptor lists that are made once per peer, and plans as indices into them.
+
+A transfer engine that takes lists of (addr, nbytes, stride, count) rows once can then be given two
+arrays of integers per tag. Descriptor i of the src list and descriptor i of the dst list need not
+belong together; a plan pairs them. Layer 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.plan.geometry import Tag
+from pdkv.plan.pages import PageIds, Placed
+from pdkv.plan.pieces import Group, Pieces
+from pdkv.plan.route import Route
+from pdkv.plan.runs import RunBuffer
+from pdkv.plan.tokens import Ints
+
+__all__ = ["Indices", "PreparedLists"]
+
+
+class Indices(NamedTuple):
+    """Descriptor src[i] of the src list is written to descriptor dst[i] of the dst list.
+
+    int32 arrays of one length (int64 where a list has 2**31 descriptors or more).
+    """
+
+    src: npt.NDArray[Any]
+    dst: npt.NDArray[Any]
+
+
+class Rows(NamedTuple):
+    """Where one set of pieces lies in one list: descriptor of piece k, page p, offset o is
+    first + k * per_piece + p * per_page + o * per_offset."""
+
+    first: int
+    per_piece: int
+    per_page: int
+    per_offset: int
+
+
+class Section(NamedTuple):
+    """A set of pieces in both lists, either for single elements or for whole pages."""
+
+    num_pieces: int
+    src: Rows
+    dst: Rows
+
+
+class PreparedLists:
+    """The descriptors of one component between one pair of ranks.
+
+    src_rows, dst_rows: uint64[N, 4] of (addr, nbytes, stride, count); count descriptors a row, in
+    order, so that a descriptor's index is the sum of the counts before it plus its own.
+    """
+
+    def __init__(self, route: Route, component: int) -> None:
+        self._route = route
+        self._component = component
+        src, dst = route.page_tables(component, 0, 1)
+        self._src, self._dst = _List(src.page, src.num_pages), _List(dst.page, dst.num_pages)
+        self._sections = tuple(
+            tuple(self._add(group) for group in groups) for groups in route.groups(component)
+        )
+        self.src_rows, self.dst_rows = self._src.rows(), self._dst.rows()
+        longest = max(self._src.length, self._dst.length)
+        self._dtype: type[np.integer[Any]] = np.int32 if longest < 1 << 31 else np.int64
+
+    def plan(
+        self,
+        tag: Tag,
+        *,
+        decode_prefix_len: int,
+        num_tokens: int,
+        src_page_ids: PageIds,
+        dst_page_ids: PageIds,
+        buffer: RunBuffer | None = None,
+    ) -> Indices:
+        """The copies of one tag. Arguments, errors and `buffer` as for `Route.plan`."""
+        blocks = []
+        for share, placed in self._route.locate(
+            tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids
+        ):
+            groups = self._route.groups(self._component)[share]
+            for group, sections in zip(groups, self._sections[share], strict=True):
+                blocks += _blocks(group, sections, placed)
+        sizes = [section.num_pieces * len(src) for section, src, _ in blocks]
+        out = (buffer or RunBuffer()).take(2, sum(sizes), self._dtype)
+        at = 0
+        for (section, src, dst), size in zip(blocks, sizes, strict=True):
+            pieces = np.arange(section.num_pieces, dtype=self._dtype)[:, None]
+            for row, offsets, step in (
+                (out[0], src, section.src.per_piece),
+                (out[1], dst, section.dst.per_piece),
+            ):
+                shape = (section.num_pieces, len(offsets))
+                target = row[at : at + size].reshape(shape)
+                np.add(pieces * self._dtype(step), offsets.astype(self._dtype), out=target)
+            at += size
+        return Indices(out[0], out[1])
+
+    def _add(self, group: Group) -> tuple[Section, Section | None]:
+        """The sections of a group: of elements, and of whole pages where those are one run."""
+        page = None
+        if group.dense and self._src.page == self._dst.page > 1:
+            nbytes = group.tokens.nbytes * group.page
+            pieces = group.whole or (Pieces(group.tokens.src, group.tokens.dst, nbytes),)
+            page = Section(
+                sum(len(p.src) for p in pieces),
+                self._src.add_pages([(p.src, p.nbytes) for p in pieces], group.src_page_stride),
+                self._dst.add_pages([(p.dst, p.nbytes) for p in pieces], group.dst_page_stride),
+            )
+        tokens, nbytes = group.tokens, group.tokens.nbytes
+        element = Section(
+            len(tokens.src),
+            self._src.add(tokens.src, nbytes, group.src_page_stride, group.src_token_stride),
+            self._dst.add(tokens.dst, nbytes, group.dst_page_stride, group.dst_token_stride),
+        )
+        return element, page
+
+
+def _blocks(
+    group: Group, sections: tuple[Section, Section | None], placed: Placed
+) -> list[tuple[Section, Ints, Ints]]:
+    """(section, index at src, index at dst) of piece 0 of everything that a group moves."""
+    element, page = sections
+    if page is None:
+        return [_elements(element, placed)]
+    full = placed.length == group.page
+    blocks = []
+    if full.any():
+        whole = placed if full.all() else Placed(*(column[full] for column in placed))
+        src = page.src.first + whole.src_page_id * page.src.per_page
+        dst = page.dst.first + whole.dst_page_id * page.dst.per_page
+        blocks.append((page, src, dst))
+    if not full.all():
+        blocks.append(_elements(element, Placed(*(column[~full] for column in placed))))
+    return blocks
+
+
+def _elements(section: Section, placed: Placed) -> tuple[Section, Ints, Ints]:
+    length = placed.length
+    longest = int(length.max())
+    steps = np.arange(longest, dtype=np.int64)
+    found = []
+    for rows, pages, offsets in (
+        (section.src, placed.src_page_id, placed.src_offset),
+        (section.dst, placed.dst_page_id, placed.dst_offset),
+    ):
+        first = rows.first + pages * rows.per_page + offsets * rows.per_offset
+        if int(length.min()) == longest:
+            index = (first[:, None] + steps * rows.per_offset).ravel()
+        else:
+            end = np.cumsum(length)
+            inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
+            index = np.repeat(first, length) + inside * rows.per_offset
+        found.append(index)
+    return section, found[0], found[1]
+
+
+class _List:
+    """One side's rows while they are being laid out."""
+
+    def __init__(self, page: int, num_pages: int) -> None:
+        self.page, self.num_pages = page, num_pages
+        self.length = 0
+        self._tables: list[Ints] = []
+
+    def add(self, bases: Ints, nbytes: Ints, page_stride: int, token_stride: int) -> Rows:
+        """Rows for single elements: one per piece where slots are evenly spaced through all pages,
+        else one per piece and offset."""
+        first, num_slots = self.length, self.num_pages * self.page
+        if self.page == 1 or page_stride == self.page * token_stride:
+            stride = page_stride if self.page == 1 else token_stride
+            self._append(bases, nbytes, stride, num_slots)
+            return Rows(first, num_slots, self.page, 1)
+        offsets = np.arange(self.page, dtype=np.int64) * token_stride
+        starts = (bases[:, None] + offsets).ravel()
+        self._append(starts, np.repeat(nbytes, self.page), page_stride, self.num_pages)
+        return Rows(first, num_slots, 1, self.num_pages)
+
+    def add_pages(self, pieces: list[tuple[Ints, Ints]], page_stride: int) -> Rows:
+        """Rows for whole pages: one per piece."""
+        first = self.length
+        for bases, nbytes in pieces:
+            self._append(bases, nbytes, page_stride, self.num_pages)
+        return Rows(first, self.num_pages, 1, 0)
+
+    def _append(self, starts: Ints, nbytes: Ints, stride: int, count: int) -> None:
+        table = np.empty((len(starts), 4), np.int64)
+        table[:, 0] = starts
+        table[:, 1] = nbytes
+        # A row of one descriptor has no stride; engines refuse one below its size.
+        table[:, 2] = np.maximum(stride, nbytes)
+        table[:, 3] = count
+        self._tables.append(table)
+        self.length += len(starts) * count
+
+    def rows(self) -> npt.NDArray[np.uint64]:
+        return np.concatenate(self._tables).view(np.uint64)
