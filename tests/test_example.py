@@ -93,8 +93,9 @@ def undivided(folder: Path, num_tokens: int) -> list:
 def test_two_turns_between_engines_of_unequal_size(
     model_folder: Path, src_tp: int, dst_tp: int
 ) -> None:
-    from demo import run_turn
+    from demo import Different, run_turn
     from engine import Engine, EngineFailed, answers
+    from reference import Turn
 
     turns = undivided(model_folder, num_tokens=4)
     with (
@@ -108,6 +109,9 @@ def test_two_turns_between_engines_of_unequal_size(
             _, received = run_turn(prefill, decode, record, turn, room=room, reuse=True, end=-1)
             held.append([report["prefix"] for report in received])
         assert held == [[0] * dst_tp, [144] * dst_tp]  # 153 tokens have K and V: whole pages
+        wrong = Turn(turns[0].prompt, [*turns[0].answer[:-2], -1, -1], 0.0)
+        with pytest.raises(Different, match="but the undivided run has"):
+            run_turn(prefill, decode, record, wrong, room=2, reuse=True, end=-1)
         decode.processes[0].kill()
         with pytest.raises(EngineFailed, match=r"decode TP\d, rank 0 has died \(exit code -9\)"):
             answers(decode)

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+BEGAN = time.monotonic()
 # NIXL's UCX and gloo stay on this host; one thread per process, as the ranks share few cores.
 os.environ |= {"UCX_NET_DEVICES": "lo", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
 os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TQDM_DISABLE": "1"}
@@ -47,6 +48,11 @@ QUESTIONS = [
     "Good. Which fish could we buy at the market in the morning before we leave, and when does "
     "it open?",
 ]
+LEGEND = """\
+         bytes, descriptors: all ranks together; of a partial last page only its tokens move
+         plan, post, wire: sums over the tags of the slowest prefill rank
+         hand-over: from the last K and V computed at prefill to the request being runnable
+         first token: since the request came to decode; without: no side holds a prefix"""
 HEADER = (
     "       prompt prefix pages   bytes descrip- |   plan   post   wire  hand- | first token, ms\n"
     "  turn tokens   held moved   moved     tors |     ms     ms     ms   over | prefix  without"
@@ -55,9 +61,6 @@ HEADER = (
 
 class Different(Exception):
     """A token or a number of bytes is not what it must be."""
-
-
-BEGAN = time.monotonic()
 
 
 def say(text: str) -> None:
@@ -192,6 +195,7 @@ def main() -> None:
             say(f"         > {question}\n           {tokenizer.decode(turn.answer)} ...")
         gaps = [turn.smallest_gap for turn in turns]
         num_tokens = sum(len(turn.answer) for turn in turns)
+        say(LEGEND)
         for number, (src_tp, dst_tp) in enumerate(PAIRS):
             num_ranks = src_tp + dst_tp
             stage(f"prefill TP{src_tp} -> decode TP{dst_tp}: starting {num_ranks} processes")
