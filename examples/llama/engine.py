@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import time
 from multiprocessing.connection import wait
@@ -11,6 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 from model import engine_layout
+from processes import context
 from rank import RankSpec, run_rank
 from weights import CACHE, load
 
@@ -34,15 +34,15 @@ class Engine:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         logs = CACHE / "logs"
         logs.mkdir(parents=True, exist_ok=True)
-        spawn = multiprocessing.get_context("spawn")
+        processes = context()
         self.pipes, self.processes, self._logs = [], [], []
         for rank in range(tp_size):
-            mine, theirs = spawn.Pipe()
+            mine, theirs = processes.Pipe()
             log = logs / f"{role}-tp{tp_size}-{rank}.log"
             spec = RankSpec(
                 role, rank, tp_size, self._incarnation, self._store.port, model_folder, log
             )
-            process = spawn.Process(target=run_rank, args=(spec, theirs), daemon=True)
+            process = processes.Process(target=run_rank, args=(spec, theirs), daemon=True)
             process.start()
             theirs.close()  # so that our end sees the end of the process
             self.pipes.append(mine)
@@ -52,8 +52,8 @@ class Engine:
     def __enter__(self) -> Engine:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
+        self.stop(grace_s=0.0 if error else STOP_S)
 
     def record(self, addresses: list[str]) -> bytes:
         """What this engine publishes, for the other engine."""
@@ -66,11 +66,11 @@ class Engine:
         for pipe in self.pipes:
             pipe.send((name, arguments))
 
-    def stop(self) -> None:
+    def stop(self, grace_s: float = STOP_S) -> None:
         """Ask the ranks to end by closing their pipes; kill, by pid, those that don't."""
         for pipe in self.pipes:
             pipe.close()
-        deadline = time.monotonic() + STOP_S
+        deadline = time.monotonic() + grace_s
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():

@@ -29,6 +29,7 @@ __all__ = ["Node"]
 
 _log = logging.getLogger("pdkv")
 _NAP_S = 50e-6
+_MAX_NAP_S = 1e-3
 _IDLE_WAIT_S = 0.02
 
 
@@ -171,14 +172,21 @@ class Node:
         self._backend.close()
 
     def _run(self) -> None:
-        """Nap briefly while bytes may move; wait for a frame otherwise."""
+        """Nap while bytes may move, a tenth of how long nothing has; wait for a frame otherwise.
+
+        So a nap delays what comes after it by a tenth at most, and a request that only waits
+        for its peer's engine costs no core.
+        """
         core = self.core
+        moved_at = self._clock()
         try:
             while not self._closing.is_set():
-                if core.step(self._clock()):
+                now = self._clock()
+                if core.step(now):
+                    moved_at = now
                     continue
                 if core.is_active:
-                    time.sleep(_NAP_S)
+                    time.sleep(min(max(_NAP_S, (now - moved_at) / 10), _MAX_NAP_S))
                 else:
                     self._control.wait(min(core.tick_s, _IDLE_WAIT_S))
         except Exception as error:

@@ -1,0 +1,118 @@
+"""The example engine with a tiny random model: real processes, unequal sizes, a prefix, a death."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pdkv.backends import get_backend
+from pdkv.errors import ConfigError
+from pdkv.pool.kv import KVPool
+
+pytest.importorskip("tokenizers")
+try:
+    get_backend("nixl")()
+except ConfigError as error:  # pragma: no cover - a machine without NIXL
+    pytest.skip(f"NIXL is not here: {error}", allow_module_level=True)
+
+pytestmark = pytest.mark.slow
+SIZES = {
+    "num_layers": 2,
+    "hidden": 72,
+    "ffn": 100,
+    "num_heads": 9,
+    "num_kv_heads": 3,
+    "head_dim": 8,
+    "vocab": 101,
+    "rope_base": 1e4,
+    "norm_eps": 1e-5,
+}
+
+
+@pytest.fixture(autouse=True)
+def _example(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The example's modules, and what they add to the environment, for one test."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "examples" / "llama"))
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path) -> Path:
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
+
+    hidden, ffn, kv = SIZES["hidden"], SIZES["ffn"], SIZES["num_kv_heads"] * SIZES["head_dim"]
+    weights = {
+        "token_embd.weight": 4 * random(SIZES["vocab"], hidden),
+        "output_norm.weight": torch.ones(hidden),
+    }
+    shapes = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden)}
+    for layer in range(SIZES["num_layers"]):
+        block = {f"attn_{name}": random(*shape) for name, shape in shapes.items()}
+        block |= {"attn_output": random(hidden, hidden), "ffn_down": random(hidden, ffn)}
+        block |= {"ffn_gate": random(ffn, hidden), "ffn_up": random(ffn, hidden)}
+        block |= {"attn_norm": torch.ones(hidden), "ffn_norm": torch.ones(hidden)}
+        weights |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in block.items()}
+    torch.save({"config": SIZES, "weights": weights}, tmp_path / "weights.pt")
+    return tmp_path
+
+
+def undivided(folder: Path, num_tokens: int) -> list:
+    """Two turns of a conversation, by one model in this process."""
+    from model import NUM_PAGES, Llama, engine_layout
+    from reference import Turn
+    from weights import load
+
+    config, weights = load(folder)
+    model = Llama(config, weights, KVPool(engine_layout(config, 1), 0, NUM_PAGES))
+    pages = np.arange(NUM_PAGES, dtype=np.int32)
+    prompt = np.random.default_rng(3).integers(0, config.vocab, 150).tolist()
+    turns = []
+    for _ in range(2):
+        answer: list[int] = []
+        hidden = model.forward(prompt, 0, pages)
+        while len(answer) < num_tokens:
+            answer.append(model.best_token(hidden)[0])
+            hidden = model.forward(answer[-1:], len(prompt) + len(answer) - 1, pages)
+        turns.append(Turn(prompt, answer, 0.0))
+        prompt = prompt + answer + prompt[:21]
+    return turns
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 3), (3, 1)])
+def test_two_turns_between_engines_of_unequal_size(
+    model_folder: Path, src_tp: int, dst_tp: int
+) -> None:
+    from demo import Different, run_turn
+    from engine import Engine, EngineFailed, answers
+    from reference import Turn
+
+    turns = undivided(model_folder, num_tokens=4)
+    with (
+        Engine("prefill", src_tp, model_folder) as prefill,
+        Engine("decode", dst_tp, model_folder) as decode,
+    ):
+        addresses, _ = answers(prefill, decode)
+        record = prefill.record(addresses)
+        held = []
+        for room, turn in enumerate(turns):  # tokens and bytes of each pair are checked inside
+            _, received = run_turn(prefill, decode, record, turn, room=room, reuse=True, end=-1)
+            held.append([report["prefix"] for report in received])
+        assert held == [[0] * dst_tp, [144] * dst_tp]  # 153 tokens have K and V: whole pages
+        wrong = Turn(turns[0].prompt, [*turns[0].answer[:-2], -1, -1], 0.0)
+        with pytest.raises(Different, match="but the undivided run has"):
+            run_turn(prefill, decode, record, wrong, room=2, reuse=True, end=-1)
+        decode.processes[0].kill()
+        with pytest.raises(EngineFailed, match=r"decode TP\d, rank 0 has died \(exit code -9\)"):
+            answers(decode)
+    assert not any(process.is_alive() for process in prefill.processes + decode.processes)
