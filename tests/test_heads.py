@@ -69,8 +69,8 @@ def check_all(heads: int) -> None:
             assert not (same and a.src_head_start + a.num_heads == b.src_head_start)
 
 
-def test_every_legal_pair_of_sizes_up_to_24_heads() -> None:
-    for heads in range(1, 25):
+def test_every_legal_pair_of_sizes_up_to_16_heads() -> None:
+    for heads in range(1, 17):
         check_all(heads)
 
 
@@ -134,7 +134,7 @@ def test_readers_and_writers_are_inverse() -> None:
 
 def test_units_are_the_inverse_of_the_replica_rule_for_all_pairs_of_32_ranks() -> None:
     for num_writers, num_readers in itertools.product(range(1, 33), range(1, 33)):
-        for num_units in (1, 2, 3, 5, 8):
+        for num_units in (1, 2, 5):
             for reader in range(num_readers):
                 got = [
                     writer

@@ -22,7 +22,7 @@ def check_seed(seed: int, form: Form = "runs") -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["runs", "strided", "indices"])
 def test_random_cases_of_fixed_seeds_deliver_every_byte_once(form: Form) -> None:
-    for seed in range(300):
+    for seed in range(200 if form == "runs" else 50):
         check_seed(seed, form)
 
 

@@ -9,7 +9,7 @@ from pdkv.plan.geometry import Tag
 from pdkv.plan.pairing import Pairing, validate
 from pdkv.plan.prepared import Indices, PreparedLists
 from pdkv.plan.route import Route
-from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce
+from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce, coalesce_pages
 
 __all__ = [
     "CostModel",
@@ -23,5 +23,6 @@ __all__ = [
     "StridedRuns",
     "Tag",
     "coalesce",
+    "coalesce_pages",
     "validate",
 ]

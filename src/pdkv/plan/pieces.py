@@ -136,6 +136,12 @@ class Block(NamedTuple):
     repeats: Ints | None = None
     strides: tuple[int, int] = (0, 0)
 
+    @property
+    def size(self) -> int | None:
+        """Bytes of every run, or None where they differ."""
+        first = int(self.nbytes[0])
+        return first if len(self.nbytes) == 1 or bool((self.nbytes == first).all()) else None
+
 
 def groups(
     share: Share,

@@ -91,14 +91,14 @@ class PreparedLists:
         out = (buffer or RunBuffer()).take(2, sum(sizes), self._dtype)
         at = 0
         for (section, src, dst), size in zip(blocks, sizes, strict=True):
-            pieces = np.arange(section.num_pieces, dtype=self._dtype)[:, None]
+            pieces = np.arange(section.num_pieces)[:, None]
             for row, offsets, step in (
                 (out[0], src, section.src.per_piece),
                 (out[1], dst, section.dst.per_piece),
             ):
-                shape = (section.num_pieces, len(offsets))
-                target = row[at : at + size].reshape(shape)
-                np.add(pieces * self._dtype(step), offsets.astype(self._dtype), out=target)
+                first = (pieces * step).astype(self._dtype)
+                target = row[at : at + size].reshape(section.num_pieces, len(offsets))
+                np.add(first, offsets.astype(self._dtype), out=target)
             at += size
         return Indices(out[0], out[1])
 

@@ -93,16 +93,21 @@ class Route:
             for block in group.blocks(placed)
         ]
         sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
-        out = (buffer or RunBuffer()).take(3, sum(sizes))
+        buffer = RunBuffer() if buffer is None else buffer
+        addresses = buffer.take(2, sum(sizes))
+        constants = {b.size for b in blocks}
+        constant = constants.pop() if len(constants) == 1 else None
+        nbytes = buffer.sizes(sum(sizes), constant)
         at = 0
         for block, size in zip(blocks, sizes, strict=True):
             shape = (len(block.pieces.src), len(block.src_offsets))
-            src, dst, nbytes = (row[at : at + size].reshape(shape) for row in out)
+            src, dst = (row[at : at + size].reshape(shape) for row in addresses)
             np.add(block.pieces.src[:, None], block.src_offsets, out=src)
             np.add(block.pieces.dst[:, None], block.dst_offsets, out=dst)
-            nbytes[:] = block.nbytes
+            if constant is None:
+                nbytes[at : at + size].reshape(shape)[:] = block.nbytes
             at += size
-        return Runs(*(row.view(np.uint64) for row in out))
+        return Runs(*(row.view(np.uint64) for row in (*addresses, nbytes)))
 
     def plan_strided(
         self,
