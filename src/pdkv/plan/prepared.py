@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import PageIds, Placed
-from pdkv.plan.pieces import Group, Pieces
+from pdkv.plan.pieces import Group, Pieces, Steps
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints
@@ -142,23 +142,11 @@ def _blocks(
 
 
 def _elements(section: Section, placed: Placed) -> tuple[Section, Ints, Ints]:
-    length = placed.length
-    longest = int(length.max())
-    steps = np.arange(longest, dtype=np.int64)
-    found = []
-    for rows, pages, offsets in (
-        (section.src, placed.src_page_id, placed.src_offset),
-        (section.dst, placed.dst_page_id, placed.dst_offset),
-    ):
-        first = rows.first + pages * rows.per_page + offsets * rows.per_offset
-        if int(length.min()) == longest:
-            index = (first[:, None] + steps * rows.per_offset).ravel()
-        else:
-            end = np.cumsum(length)
-            inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
-            index = np.repeat(first, length) + inside * rows.per_offset
-        found.append(index)
-    return section, found[0], found[1]
+    steps = Steps(placed.length)
+    src, dst = section.src, section.dst
+    at_src = placed.src_page_id * src.per_page + placed.src_offset * src.per_offset + src.first
+    at_dst = placed.dst_page_id * dst.per_page + placed.dst_offset * dst.per_offset + dst.first
+    return section, steps.spread(at_src, src.per_offset), steps.spread(at_dst, dst.per_offset)
 
 
 class _List:

@@ -47,6 +47,7 @@ class Route:
         self.src_rank_id = src_rank_id
         self.dst_rank_id = dst_rank_id
         self._geometry = geometry
+        self._kept_tables: tuple[tuple[int, int, int], tuple[PageTable, PageTable]] | None = None
         self._src_pool, self._dst_pool = src.pool, dst.pool
         self._shared = tuple(
             self._share(c, *storages)
@@ -183,6 +184,16 @@ class Route:
         self, c: int, decode_prefix_len: int, num_tokens: int
     ) -> tuple[PageTable, PageTable]:
         """How src_page_ids and dst_page_ids of a component are indexed."""
+        # The tags of one request ask one after the other: one answer is kept.
+        key = (c, decode_prefix_len, num_tokens)
+        kept = self._kept_tables
+        if kept is None or kept[0] != key:
+            kept = self._kept_tables = (key, self._page_tables(*key))
+        return kept[1]
+
+    def _page_tables(
+        self, c: int, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[PageTable, PageTable]:
         geometry, shared = self._geometry, self._shared[c]
         if shared is None:
             raise ConfigError(f"component {c} does not cross between this pair")
