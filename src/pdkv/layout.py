@@ -112,6 +112,8 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"component {self.name!r}: field names must be distinct, not empty")
         if self.tokens_per_element < 1 or self.window < 0 or self.num_rows < 1:
             raise ConfigError(f"component {self.name!r}: sizes must be positive")
+        if self.kind == "row" and (self.window or self.tokens_per_element != 1):
+            raise ConfigError(f"component {self.name!r}: rows have no positions, so no window")
         if (self.kind == "row" or self.window) and not self.own_page_ids:
             raise ConfigError(f"component {self.name!r}: rows and windows need own_page_ids")
 
@@ -199,7 +201,8 @@ def _diff(path: str, a: object, b: object) -> Iterable[tuple[str, object, object
         by_name_b = {x["name"]: x for x in b}  # type: ignore[attr-defined]
         if list(by_name_a) != list(by_name_b):
             yield (f"{path}.names", tuple(by_name_a), tuple(by_name_b))
-        for name in by_name_a.keys() & by_name_b.keys():
+        # In this side's order: with a set's order, the two sides would name different fields first.
+        for name in [n for n in by_name_a if n in by_name_b]:
             yield from _diff(f"{path}.{name}", by_name_a[name], by_name_b[name])
     elif (
         path.endswith(".layer_ids") and isinstance(a, (list, tuple)) and isinstance(b, list | tuple)
