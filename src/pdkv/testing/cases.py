@@ -38,7 +38,7 @@ from pdkv.topology import Parallel
 __all__ = ["Case", "build_pools", "build_request", "random_case"]
 
 PAGE_SIZES = (1, 2, 3, 4, 6, 8, 16)
-NUM_RANKS = (1, 2, 2, 3, 4, 6, 8)
+NUM_RANKS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 8)
 TP_SIZES = (1, 2, 3, 4, 6, 8)
 DTYPES = ("uint8", "float16", "float32")
 
@@ -164,7 +164,7 @@ def _engine(
         parallel=Parallel(tp_size=tp_size, pp_size=pp_size, cp_size=cp_size),
         placements=tuple(placements),
         token_shard=shard,
-        chunk_tokens=random.choice((1, 1, 8, 20, 50)),
+        chunk_tokens=random.choice((1, 8, 20, 50)),
         striping=striping,
     )
 
@@ -228,7 +228,7 @@ def prefix_unit(src: EngineLayout, dst: EngineLayout) -> int:
 def _num_tokens(random: Random, src: EngineLayout, dst: EngineLayout) -> int:
     unit = min(prefix_unit(src, dst), 60)
     near = unit * random.randint(0, 3) + random.randint(-1, 1)
-    return max(1, random.choice((near, near, random.randint(1, 100))))
+    return max(1, random.choice((near, near, random.randint(1, 60))))
 
 
 def _prefix(random: Random, src: EngineLayout, dst: EngineLayout, num_tokens: int) -> int:
