@@ -131,8 +131,8 @@ MUTANTS = (
     Mutant(
         "cut at the larger page only",
         "pdkv.plan.tokens",
-        "inner(min(src_page, dst_page))",
-        "inner(max(src_page, dst_page))",
+        "cuts = inner(smaller)",
+        "cuts = inner(max(src_page, dst_page))",
     ),
     Mutant(
         "dense at src taken for dense at both",
