@@ -32,6 +32,7 @@ def legal(tp_size: int, heads: int) -> bool:
     return heads % tp_size == 0 or tp_size % heads == 0
 
 
+@pytest.mark.slow
 def test_sizes_that_own_no_whole_heads_are_refused_and_all_others_are_taken() -> None:
     for heads, tp_size in itertools.product(range(1, 129), range(1, 65)):
         if legal(tp_size, heads):
@@ -69,6 +70,7 @@ def check_all(heads: int) -> None:
             assert not (same and a.src_head_start + a.num_heads == b.src_head_start)
 
 
+@pytest.mark.slow
 def test_every_legal_pair_of_sizes_up_to_16_heads() -> None:
     for heads in range(1, 17):
         check_all(heads)
@@ -132,6 +134,7 @@ def test_readers_and_writers_are_inverse() -> None:
             assert writers == readers
 
 
+@pytest.mark.slow
 def test_units_are_the_inverse_of_the_replica_rule_for_all_pairs_of_32_ranks() -> None:
     for num_writers, num_readers in itertools.product(range(1, 33), range(1, 33)):
         for num_units in (1, 2, 5):

@@ -273,12 +273,14 @@ def test_a_wrong_planner_is_caught(mutant: Mutant) -> None:
         assert first_failure(check_plan) is not None, f"survived {NUM_CASES} cases"
 
 
+@pytest.mark.slow
 def test_a_planner_that_was_only_reloaded_passes() -> None:
     same = MUTANTS[0]._replace(new=MUTANTS[0].old)
     with mutated(same) as check_plan:
         assert first_failure(check_plan, 20) is None
 
 
+@pytest.mark.slow
 def test_the_planner_comes_back_unharmed_after_a_mutant() -> None:
     before = sys.modules.get("pdkv.plan")
     with mutated(MUTANTS[0]) as check_plan:

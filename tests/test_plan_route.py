@@ -195,6 +195,7 @@ class TestRefusals:
             (with_kv(fields=(k,)), "pool.kv.fields"),
             (with_kv(fields=(overlap, v)), "pool.kv.k.strides"),
             (with_kv(fields=(few, v)), "pool.kv.k.bases"),
+            (with_kv(fields=(k, msgspec.structs.replace(k, name="v"))), "pool.kv.bases"),
             (with_kv(name="other"), "pool.components"),
             (msgspec.structs.replace(good, components=()), "pool.kv"),
             (outside, "pool.kv.v.bases"),
@@ -323,3 +324,10 @@ class TestCost:
         assert model.choose(Estimate(160, 160 * (2 << 20))) == "direct"
         free = CostModel(descriptor_s=0.0)
         assert free.choose(Estimate(655_360, 655_360 * 512)) == "direct"
+
+
+def test_page_lists_may_be_views_of_any_integer_type() -> None:
+    same = (engine(), pool())
+    ids = np.array([5, 9, 3, 9, 1, 9], np.int32)[::2]
+    runs = plan(route(same, same), ids, np.arange(12, dtype=np.uint16)[2::4][::-1], 12)  # type: ignore[arg-type]
+    assert runs.total_nbytes == 12 * 4 * HEAD * 4
