@@ -113,8 +113,8 @@ def _faults(engine: EngineLayout, rank_id: int, pool: PoolLayout) -> Iterator[Fa
             yield f"{component.name}.{field}", _reader(component.name, value), reason
         bases = [base for f in stored.fields for base in f.bases]
         if len(set(bases)) != len(bases):
-            value = _reader(component.name, lambda c: tuple(f.bases for f in c.fields))
-            yield f"{component.name}.bases", value, "two layers or fields have one base"
+            shared = _reader(component.name, lambda c: tuple(f.bases for f in c.fields))
+            yield f"{component.name}.bases", shared, "two layers or fields have one base"
         for f, num_heads in zip(component.fields, heads, strict=True):
             yield from _field_faults(component, stored, f, num_heads, regions)
     yield from _aux_faults(engine, pool)
