@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pdkv.layout import Component as KVComponent
 from pdkv.layout import EngineLayout, Field, KVLayout, Placement, TokenShard
 from pdkv.testing.cases import Case, build_pools, build_request, prefix_unit
-from pdkv.testing.check_plan import check_plan
+from pdkv.testing.planner import check_plan
 from pdkv.topology import Parallel
 
 PAGE_SIZES = (1, 2, 3, 4, 16)

@@ -237,7 +237,7 @@ class MutantFinder(MetaPathFinder):
 
 @contextmanager
 def mutated(mutant: Mutant) -> Iterator[ModuleType]:
-    """`pdkv.testing.check_plan` over the mutated planner."""
+    """`pdkv.testing.planner` over the mutated planner."""
     package = sys.modules["pdkv"]
     saved = {name: m for name, m in sys.modules.items() if name.startswith(RELOADED)}
     attributes = {name: vars(package).get(name) for name in ("plan", "heads", "testing")}
@@ -246,7 +246,7 @@ def mutated(mutant: Mutant) -> Iterator[ModuleType]:
         del sys.modules[name]
     sys.meta_path.insert(0, finder)
     try:
-        yield importlib.import_module("pdkv.testing.check_plan")
+        yield importlib.import_module("pdkv.testing.planner")
     finally:
         sys.meta_path.remove(finder)
         for name in [n for n in sys.modules if n.startswith(RELOADED)]:

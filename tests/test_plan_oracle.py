@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from pdkv.testing.cases import random_case
-from pdkv.testing.check_plan import Form, check_plan
+from pdkv.testing.planner import Form, check_plan
 
 
 def check_seed(seed: int, form: Form = "runs") -> None:
