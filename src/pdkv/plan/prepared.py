@@ -68,6 +68,13 @@ class PreparedLists:
         self.src_rows, self.dst_rows = self._src.rows(), self._dst.rows()
         longest = max(self._src.length, self._dst.length)
         self._dtype: type[np.integer[Any]] = np.int32 if longest < 1 << 31 else np.int64
+        self._pieces = {
+            section: (self._firsts(section, section.src), self._firsts(section, section.dst))
+            for by_group in self._sections
+            for sections in by_group
+            for section in sections
+            if section is not None
+        }
 
     def plan(
         self,
@@ -91,16 +98,17 @@ class PreparedLists:
         out = (buffer or RunBuffer()).take(2, sum(sizes), self._dtype)
         at = 0
         for (section, src, dst), size in zip(blocks, sizes, strict=True):
-            pieces = np.arange(section.num_pieces)[:, None]
-            for row, offsets, step in (
-                (out[0], src, section.src.per_piece),
-                (out[1], dst, section.dst.per_piece),
-            ):
-                first = (pieces * step).astype(self._dtype)
-                target = row[at : at + size].reshape(section.num_pieces, len(offsets))
-                np.add(first, offsets.astype(self._dtype), out=target)
+            shape = (section.num_pieces, len(src))
+            at_src, at_dst = (row[at : at + size].reshape(shape) for row in out)
+            first_src, first_dst = self._pieces[section]
+            np.add(first_src, src.astype(self._dtype), out=at_src)
+            np.add(first_dst, dst.astype(self._dtype), out=at_dst)
             at += size
         return Indices(out[0], out[1])
+
+    def _firsts(self, section: Section, rows: Rows) -> npt.NDArray[Any]:
+        """Where each piece of a section begins in a list, as a column."""
+        return (np.arange(section.num_pieces) * rows.per_piece).astype(self._dtype)[:, None]
 
     def _add(self, group: Group) -> tuple[Section, Section | None]:
         """The sections of a group: of elements, and of whole pages where those are one run."""
