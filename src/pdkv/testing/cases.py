@@ -35,7 +35,7 @@ from pdkv.topology import Parallel
 __all__ = ["Case", "build_pools", "build_request", "random_case"]
 
 PAGE_SIZES = (1, 2, 3, 4, 6, 8, 16)
-NUM_RANKS = (1, 1, 1, 2, 2, 2, 3, 3, 4, 6, 8)
+NUM_RANKS = (1, 1, 1, 1, 2, 2, 2, 2, 3, 4, 4, 6, 8)
 TP_SIZES = (1, 2, 3, 4, 6, 8)
 DTYPES = ("uint8", "float16", "float32")
 
@@ -83,7 +83,7 @@ def _kv(random: Random, tp_sizes: tuple[int, ...], page_gcd: int) -> KVLayout:
     def field(name: str, heads: int) -> Field:
         return Field(name, heads, random.choice((1, 2, 3)), random.choice(DTYPES))
 
-    layer_ids = tuple(random.sample(range(40), random.randint(1, 4)))
+    layer_ids = tuple(random.sample(range(40), random.randint(1, 3)))
     heads = random.choice(choices)
     k = field("k", heads)
     latent = (field("latent", 1),)
