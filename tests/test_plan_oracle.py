@@ -9,7 +9,7 @@ from random import Random
 import pytest
 
 from pdkv.testing.cases import random_case
-from pdkv.testing.check_plan import Form, check_plan
+from pdkv.testing.planner import Form, check_plan
 
 
 def check_seed(seed: int, form: Form = "runs") -> None:
@@ -22,7 +22,7 @@ def check_seed(seed: int, form: Form = "runs") -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("form", ["runs", "strided", "indices"])
 def test_random_cases_of_fixed_seeds_deliver_every_byte_once(form: Form) -> None:
-    for seed in range(300):
+    for seed in range(200 if form == "runs" else 50):
         check_seed(seed, form)
 
 
@@ -30,8 +30,9 @@ def test_random_cases_of_fixed_seeds_deliver_every_byte_once(form: Form) -> None
 def test_10000_fresh_random_cases_deliver_every_byte_once() -> None:
     first = int.from_bytes(os.urandom(6), "big")
     print(f"seeds from {first}")
-    began = time.monotonic()
+    began, cpu = time.monotonic(), time.process_time()
     forms: tuple[Form, ...] = ("runs", "runs", "strided", "indices")
     for i in range(10_000):
         check_seed(first + i, forms[i % 4])
-    print(f"10,000 cases in {time.monotonic() - began:.0f} s")
+    wall, cpu = time.monotonic() - began, time.process_time() - cpu
+    print(f"10,000 cases in {wall:.0f} s, {cpu:.0f} s of one core")

@@ -7,15 +7,19 @@ per pair of ranks), `Route.plan` the `Runs` of one `Tag`. Layer 1: numpy and lay
 from pdkv.plan.cost import CostModel, Estimate
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pairing import Pairing, validate
+from pdkv.plan.picture import Picture
 from pdkv.plan.prepared import Indices, PreparedLists
 from pdkv.plan.route import Route
-from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce
+from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce, coalesce_pages
+from pdkv.plan.traffic import Flow
 
 __all__ = [
     "CostModel",
     "Estimate",
+    "Flow",
     "Indices",
     "Pairing",
+    "Picture",
     "PreparedLists",
     "Route",
     "RunBuffer",
@@ -23,5 +27,6 @@ __all__ = [
     "StridedRuns",
     "Tag",
     "coalesce",
+    "coalesce_pages",
     "validate",
 ]

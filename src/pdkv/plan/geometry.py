@@ -7,7 +7,7 @@ units, local pages. Refuses to know who sends aux, addresses and page ids. Layer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -108,6 +108,14 @@ class Geometry:
             most = share.src.num_holders if self.striping and not row else 1
             if share.units(most):
                 yield share
+
+    def src_heads(self, src_rank_id: int, c: int, field: int = 0) -> Sequence[int]:
+        """Global heads of a field in the order of a src rank's H axis."""
+        return self._ownership[c].heads(0, self.src_ranks[src_rank_id].tp_rank, field)
+
+    def dst_heads(self, dst_rank_id: int, c: int, field: int = 0) -> Sequence[int]:
+        """Global heads of a field in the order of a dst rank's H axis."""
+        return self._ownership[c].heads(1, self.dst_ranks[dst_rank_id].tp_rank, field)
 
     def _ever_share(self, c: int, src_cp_rank: int, dst_cp_rank: int) -> bool:
         key = (c, src_cp_rank, dst_cp_rank)

@@ -10,7 +10,7 @@ Refuses to know pages and addresses. Layer 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pdkv.heads import owned_heads, replica_units
@@ -71,6 +71,10 @@ class Ownership:
                 at_dst = _nest(layer_key[1], cp[1], head_key[1])
                 shares.append(Share(at_src, at_dst, tuple(layer_ids), tuple(heads)))
         return tuple(shares)
+
+    def heads(self, side: int, tp_rank: int, field: int) -> Sequence[int]:
+        """Global heads of a rank, in the order of its H axis; side 0 is src."""
+        return self._heads[side][tp_rank][field]
 
     def stripe_factor(self) -> int:
         """Full chunks of a multiple of that many stripe units load all replicas equally."""

@@ -51,9 +51,9 @@ class PageTable:
             pages = elements // self.page
             offsets = elements - pages * self.page
         found = ids[pages - self.first if self.first else pages]
-        low, high = int(found.min()), int(found.max())
-        if low < 0 or high >= self.num_pages:
-            bad = low if low < 0 else high
+        # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
+        if int(found.view(np.uint64).max()) >= self.num_pages:
+            bad = int(found[(found < 0) | (found >= self.num_pages)][0])
             what = "is not known" if bad == -1 else f"is outside of {self.num_pages} pages"
             raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
         return found, offsets
@@ -65,15 +65,16 @@ def place(cut: Segments, src: PageTable, src_ids: Ints, dst: PageTable, dst_ids:
     src_pages, src_offsets = src.find(src_ids, cut.src)
     dst_pages, dst_offsets = dst.find(dst_ids, cut.dst)
     first, last = int(cut.dst[0]) // dst.page, int(cut.dst[-1]) // dst.page
-    require_distinct(dst_ids[first - dst.first : last - dst.first + 1])
+    require_distinct(dst_ids[first - dst.first : last - dst.first + 1], dst.num_pages)
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length)
 
 
-def require_distinct(ids: Ints) -> None:
+def require_distinct(ids: Ints, num_pages: int) -> None:
     """ConfigError when an id occurs twice."""
     if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
         return
-    ordered = np.sort(ids)
+    # 32 bits sort several times as fast.
+    ordered = np.sort(ids.astype(np.int32) if num_pages < 1 << 31 else ids)
     twice = ordered[1:] == ordered[:-1]
     if twice.any():
         page_id = int(ordered[1:][twice][0])
@@ -83,6 +84,8 @@ def require_distinct(ids: Ints) -> None:
 def as_ids(ids: PageIds) -> Ints:
     """A list of ids as int64, without a copy where it is one already."""
     array = np.asarray(ids)
+    if array.dtype == np.int64 and array.ndim == 1:
+        return array
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ConfigError(f"page ids must be a flat list of integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)

@@ -17,6 +17,7 @@ from pdkv.plan.geometry import Geometry, Tag
 from pdkv.plan.pools import check_aux_rows, check_pool
 from pdkv.plan.route import Route
 from pdkv.plan.storage import Storage, store
+from pdkv.plan.traffic import Flow, flow
 
 __all__ = ["Pairing", "validate"]
 
@@ -214,6 +215,31 @@ class Pairing:
                 elements = geometry.num_common(src_rank_id, dst_rank_id, stretch, tag, num_tokens)
                 total += elements * len(share.layer_ids) * nbytes
         return total
+
+    def flows(
+        self, decode_prefix_len: int, num_tokens: int, component: int = 0
+    ) -> tuple[Flow, ...]:
+        """Who sends how much of a component to whom for one request; by (dst, src) rank_id.
+
+        Pairs that only exchange other components, or aux, are left out.
+        """
+        found = []
+        for dst_id in range(self.dst.parallel.num_ranks):
+            for src_id in self.writers(dst_id):
+                tags = self.writer_tags(src_id, dst_id, decode_prefix_len, num_tokens)
+                pair = (src_id, dst_id)
+                one = flow(self._geometry, pair, tags, component, decode_prefix_len, num_tokens)
+                if one.nbytes:
+                    found.append(one)
+        return tuple(found)
+
+    def src_heads(self, src_rank_id: int, component: int = 0) -> tuple[int, ...]:
+        """Global heads of the component's first field that a src rank holds."""
+        return tuple(self._geometry.src_heads(src_rank_id, component))
+
+    def dst_heads(self, dst_rank_id: int, component: int = 0) -> tuple[int, ...]:
+        """Global heads of the component's first field that a dst rank holds."""
+        return tuple(self._geometry.dst_heads(dst_rank_id, component))
 
     def route(
         self, src_rank_id: int, dst_rank_id: int, src_pool: PoolLayout, dst_pool: PoolLayout

@@ -22,7 +22,7 @@ from pdkv.plan.runs import run_starts
 from pdkv.plan.storage import ComponentStorage
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Block", "Group", "Pieces", "groups"]
+__all__ = ["Block", "Group", "Pieces", "Steps", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,17 +103,9 @@ class Group:
     def _per_element(self, placed: Placed) -> Block:
         """One run for each piece and element."""
         src, dst = self._offsets(placed)
-        length = placed.length
-        longest = int(length.max())
-        steps = np.arange(longest, dtype=np.int64)
-        if int(length.min()) == longest:
-            src = (src[:, None] + steps * self.src_token_stride).ravel()
-            dst = (dst[:, None] + steps * self.dst_token_stride).ravel()
-        else:
-            end = np.cumsum(length)
-            steps = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
-            src = np.repeat(src, length) + steps * self.src_token_stride
-            dst = np.repeat(dst, length) + steps * self.dst_token_stride
+        steps = Steps(placed.length)
+        src = steps.spread(src, self.src_token_stride)
+        dst = steps.spread(dst, self.dst_token_stride)
         return Block(self.tokens, src, dst, self.tokens.nbytes[:1])
 
     def _offsets(self, placed: Placed) -> tuple[Ints, Ints]:
@@ -135,6 +127,33 @@ class Block(NamedTuple):
     nbytes: Ints
     repeats: Ints | None = None
     strides: tuple[int, int] = (0, 0)
+
+    @property
+    def size(self) -> int | None:
+        """Bytes of every run, or None where they differ."""
+        first = int(self.nbytes[0])
+        return first if len(self.nbytes) == 1 or bool((self.nbytes == first).all()) else None
+
+
+class Steps:
+    """Turns a value per segment into a value per element; made once for both sides."""
+
+    def __init__(self, length: Ints) -> None:
+        longest = int(length.max())
+        self._inside = np.arange(longest, dtype=np.int64)
+        self._repeats: Ints | None = None
+        if int(length.min()) != longest:
+            end = np.cumsum(length)
+            self._repeats = length
+            self._inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
+
+    def spread(self, first: Ints, step: int) -> Ints:
+        """first[i] + k * step for each element k of segment i, one segment after the other."""
+        if self._repeats is not None:
+            return np.asarray(np.repeat(first, self._repeats) + self._inside * step)
+        if len(self._inside) == 1:
+            return first
+        return (first[:, None] + self._inside * step).ravel()
 
 
 def groups(

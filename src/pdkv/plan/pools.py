@@ -24,7 +24,7 @@ from pdkv.layout import (
     PoolLayout,
 )
 
-__all__ = ["check_aux_rows", "check_pool", "num_local_heads", "region_index"]
+__all__ = ["Regions", "check_aux_rows", "check_pool", "num_local_heads"]
 
 Ints = npt.NDArray[np.int64]
 Fault = tuple[str, Callable[[PoolLayout], object], str]
@@ -55,10 +55,23 @@ def check_aux_rows(pools: Pools) -> None:
         )
 
 
-def region_index(regions: tuple[MemoryRegion, ...], addresses: Ints) -> Ints:
-    """For each address the index, by address, of the last region that starts at or before it."""
-    starts = np.sort(np.array([r.address for r in regions], np.int64))
-    return np.asarray(np.searchsorted(starts, addresses, side="right") - 1)
+class Regions:
+    """The regions of a pool, by address."""
+
+    def __init__(self, regions: tuple[MemoryRegion, ...]) -> None:
+        spans = np.array(sorted((r.address, r.end) for r in regions), np.int64).reshape(-1, 2)
+        self.starts, self.ends = spans[:, 0], spans[:, 1]
+
+    def index(self, addresses: Ints) -> Ints:
+        """For each address the last region that starts at or before it; -1 without one."""
+        return np.asarray(self.starts.searchsorted(addresses, side="right") - 1)
+
+    def hold(self, addresses: Ints, nbytes: int) -> npt.NDArray[np.bool_]:
+        """For each address whether that many bytes from it lie in one region."""
+        if not len(self.starts):
+            return np.zeros(len(addresses), np.bool_)
+        index = self.index(addresses)
+        return np.asarray((index >= 0) & (addresses + nbytes <= self.ends[index]))
 
 
 def num_local_heads(engine: EngineLayout, component: Component, field: Field, tp_rank: int) -> int:
@@ -80,6 +93,7 @@ def _faults(engine: EngineLayout, rank_id: int, pool: PoolLayout) -> Iterator[Fa
     rank = engine.parallel.rank(rank_id)
     names = [c.name for c in pool.components]
     yield from _region_faults(pool)
+    regions = Regions(pool.regions)
     known = {c.name for c in engine.kv.components}
     if len(set(names)) != len(names) or not known.issuperset(names):
         yield "components", lambda p: tuple(c.name for c in p.components), "unknown or repeated"
@@ -97,8 +111,12 @@ def _faults(engine: EngineLayout, rank_id: int, pool: PoolLayout) -> Iterator[Fa
             component, stored, layer_ids, placement.page_size
         ):
             yield f"{component.name}.{field}", _reader(component.name, value), reason
+        bases = [base for f in stored.fields for base in f.bases]
+        if len(set(bases)) != len(bases):
+            shared = _reader(component.name, lambda c: tuple(f.bases for f in c.fields))
+            yield f"{component.name}.bases", shared, "two layers or fields have one base"
         for f, num_heads in zip(component.fields, heads, strict=True):
-            yield from _field_faults(component, stored, f, num_heads, pool.regions)
+            yield from _field_faults(component, stored, f, num_heads, regions)
     yield from _aux_faults(engine, pool)
 
 
@@ -131,7 +149,7 @@ def _field_faults(
     stored: ComponentPool,
     field: Field,
     num_heads: int,
-    regions: tuple[MemoryRegion, ...],
+    regions: Regions,
 ) -> Iterator[Fault]:
     """Wrong number of bases, elements that overlap, bytes outside the registered regions."""
     where = f"{component.name}.{field.name}"
@@ -157,10 +175,7 @@ def _field_faults(
     if min(pool.bases) <= 0 or max(pool.bases) + extent > MAX_ADDRESS:
         yield f"{where}.bases", read(lambda f: f.bases), "are no addresses"
         return
-    bases = np.array(pool.bases, np.int64)
-    ends = np.array(sorted((r.address, r.end) for r in regions), np.int64).reshape(-1, 2)[:, 1]
-    index = region_index(regions, bases)
-    outside = (index < 0) | (bases + extent > np.append(ends, 0)[index])
+    outside = ~regions.hold(np.array(pool.bases, np.int64), extent)
     if outside.any():
         reason = f"layer {stored.layer_ids[int(outside.argmax())]} leaves the registered regions"
         yield f"{where}.bases", read(lambda f: f.bases), reason

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import PageIds, Placed
-from pdkv.plan.pieces import Group, Pieces
+from pdkv.plan.pieces import Group, Pieces, Steps
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints
@@ -68,6 +68,13 @@ class PreparedLists:
         self.src_rows, self.dst_rows = self._src.rows(), self._dst.rows()
         longest = max(self._src.length, self._dst.length)
         self._dtype: type[np.integer[Any]] = np.int32 if longest < 1 << 31 else np.int64
+        self._pieces = {
+            section: (self._firsts(section, section.src), self._firsts(section, section.dst))
+            for by_group in self._sections
+            for sections in by_group
+            for section in sections
+            if section is not None
+        }
 
     def plan(
         self,
@@ -91,16 +98,17 @@ class PreparedLists:
         out = (buffer or RunBuffer()).take(2, sum(sizes), self._dtype)
         at = 0
         for (section, src, dst), size in zip(blocks, sizes, strict=True):
-            pieces = np.arange(section.num_pieces, dtype=self._dtype)[:, None]
-            for row, offsets, step in (
-                (out[0], src, section.src.per_piece),
-                (out[1], dst, section.dst.per_piece),
-            ):
-                shape = (section.num_pieces, len(offsets))
-                target = row[at : at + size].reshape(shape)
-                np.add(pieces * self._dtype(step), offsets.astype(self._dtype), out=target)
+            shape = (section.num_pieces, len(src))
+            at_src, at_dst = (row[at : at + size].reshape(shape) for row in out)
+            first_src, first_dst = self._pieces[section]
+            np.add(first_src, src.astype(self._dtype), out=at_src)
+            np.add(first_dst, dst.astype(self._dtype), out=at_dst)
             at += size
         return Indices(out[0], out[1])
+
+    def _firsts(self, section: Section, rows: Rows) -> npt.NDArray[Any]:
+        """Where each piece of a section begins in a list, as a column."""
+        return (np.arange(section.num_pieces) * rows.per_piece).astype(self._dtype)[:, None]
 
     def _add(self, group: Group) -> tuple[Section, Section | None]:
         """The sections of a group: of elements, and of whole pages where those are one run."""
@@ -142,23 +150,11 @@ def _blocks(
 
 
 def _elements(section: Section, placed: Placed) -> tuple[Section, Ints, Ints]:
-    length = placed.length
-    longest = int(length.max())
-    steps = np.arange(longest, dtype=np.int64)
-    found = []
-    for rows, pages, offsets in (
-        (section.src, placed.src_page_id, placed.src_offset),
-        (section.dst, placed.dst_page_id, placed.dst_offset),
-    ):
-        first = rows.first + pages * rows.per_page + offsets * rows.per_offset
-        if int(length.min()) == longest:
-            index = (first[:, None] + steps * rows.per_offset).ravel()
-        else:
-            end = np.cumsum(length)
-            inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
-            index = np.repeat(first, length) + inside * rows.per_offset
-        found.append(index)
-    return section, found[0], found[1]
+    steps = Steps(placed.length)
+    src, dst = section.src, section.dst
+    at_src = placed.src_page_id * src.per_page + placed.src_offset * src.per_offset + src.first
+    at_dst = placed.dst_page_id * dst.per_page + placed.dst_offset * dst.per_offset + dst.first
+    return section, steps.spread(at_src, src.per_offset), steps.spread(at_dst, dst.per_offset)
 
 
 class _List:

@@ -47,6 +47,7 @@ class Route:
         self.src_rank_id = src_rank_id
         self.dst_rank_id = dst_rank_id
         self._geometry = geometry
+        self._kept_tables: tuple[tuple[int, int, int], tuple[PageTable, PageTable]] | None = None
         self._src_pool, self._dst_pool = src.pool, dst.pool
         self._shared = tuple(
             self._share(c, *storages)
@@ -93,16 +94,21 @@ class Route:
             for block in group.blocks(placed)
         ]
         sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
-        out = (buffer or RunBuffer()).take(3, sum(sizes))
+        buffer = RunBuffer() if buffer is None else buffer
+        addresses = buffer.take(2, sum(sizes))
+        constants = {b.size for b in blocks}
+        constant = constants.pop() if len(constants) == 1 else None
+        nbytes = buffer.sizes(sum(sizes), constant)
         at = 0
         for block, size in zip(blocks, sizes, strict=True):
             shape = (len(block.pieces.src), len(block.src_offsets))
-            src, dst, nbytes = (row[at : at + size].reshape(shape) for row in out)
+            src, dst = (row[at : at + size].reshape(shape) for row in addresses)
             np.add(block.pieces.src[:, None], block.src_offsets, out=src)
             np.add(block.pieces.dst[:, None], block.dst_offsets, out=dst)
-            nbytes[:] = block.nbytes
+            if constant is None:
+                nbytes[at : at + size].reshape(shape)[:] = block.nbytes
             at += size
-        return Runs(*(row.view(np.uint64) for row in out))
+        return Runs(*(row.view(np.uint64) for row in (*addresses, nbytes)))
 
     def plan_strided(
         self,
@@ -178,6 +184,16 @@ class Route:
         self, c: int, decode_prefix_len: int, num_tokens: int
     ) -> tuple[PageTable, PageTable]:
         """How src_page_ids and dst_page_ids of a component are indexed."""
+        # The tags of one request ask one after the other: one answer is kept.
+        key = (c, decode_prefix_len, num_tokens)
+        kept = self._kept_tables
+        if kept is None or kept[0] != key:
+            kept = self._kept_tables = (key, self._page_tables(*key))
+        return kept[1]
+
+    def _page_tables(
+        self, c: int, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[PageTable, PageTable]:
         geometry, shared = self._geometry, self._shared[c]
         if shared is None:
             raise ConfigError(f"component {c} does not cross between this pair")

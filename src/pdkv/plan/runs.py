@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["RunBuffer", "Runs", "StridedRuns", "coalesce", "run_starts"]
+__all__ = ["RunBuffer", "Runs", "StridedRuns", "coalesce", "coalesce_pages", "run_starts"]
 
 
 Array = npt.NDArray[Any]
@@ -66,11 +66,14 @@ class StridedRuns:
 class RunBuffer:
     """Memory for plans that are used up before the next one is made, so that none is allocated.
 
-    The arrays of a plan are views into the buffer: valid until the next plan with the same buffer.
+    The arrays of a plan are views into the buffer: valid until the next plan with the same buffer,
+    and not to be written to.
     """
 
     def __init__(self) -> None:
         self._kept: dict[type[np.integer[Any]], npt.NDArray[Any]] = {}
+        self._sizes = np.empty(0, np.int64)
+        self._filled = (0, 0)
 
     def take(
         self, num_rows: int, num_columns: int, dtype: type[np.integer[Any]] = np.int64
@@ -82,6 +85,23 @@ class RunBuffer:
             kept = self._kept[dtype] = np.empty(size, dtype)
         return kept[:size].reshape(num_rows, num_columns)
 
+    def sizes(self, num_runs: int, constant: int | None = None) -> npt.NDArray[np.int64]:
+        """A row for sizes; filled with `constant` if one is given.
+
+        Most plans of a route have runs of one size: the fill is kept from one to the next.
+        """
+        if len(self._sizes) < num_runs:
+            self._sizes = np.empty(num_runs, np.int64)
+            self._filled = (0, 0)
+        value, valid = self._filled
+        row = self._sizes[:num_runs]
+        if constant is None:
+            self._filled = (0, 0)
+        elif value != constant or valid < num_runs:
+            row.fill(constant)
+            self._filled = (constant, num_runs)
+        return row
+
 
 def coalesce(runs: Runs) -> Runs:
     """Join each run with its successor where both sides are contiguous; the order is kept.
@@ -92,6 +112,21 @@ def coalesce(runs: Runs) -> Runs:
     if first is None:
         return runs
     return Runs(runs.src[first], runs.dst[first], np.add.reduceat(runs.nbytes, first))
+
+
+def coalesce_pages(
+    src_page_ids: Array, dst_page_ids: Array
+) -> tuple[Array, Array, npt.NDArray[np.int64]]:
+    """Runs of pages that follow each other on both sides: (first src, first dst, number)."""
+    if len(src_page_ids) != len(dst_page_ids):
+        raise ValueError(f"{len(src_page_ids)} src pages for {len(dst_page_ids)} dst pages")
+    if not len(src_page_ids):
+        return src_page_ids, dst_page_ids, np.zeros(0, np.int64)
+    apart = src_page_ids[:-1] + 1 != src_page_ids[1:]
+    apart |= dst_page_ids[:-1] + 1 != dst_page_ids[1:]
+    first = np.concatenate(([0], np.flatnonzero(apart) + 1))
+    number = np.diff(first, append=len(src_page_ids))
+    return src_page_ids[first], dst_page_ids[first], number
 
 
 def run_starts(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pdkv.layout import Component, ComponentPool, KVLayout, PoolLayout
-from pdkv.plan.pools import region_index
+from pdkv.plan.pools import Regions
 from pdkv.plan.tokens import Ints
 
 __all__ = ["ComponentStorage", "FieldStorage", "Storage", "store"]
@@ -50,14 +50,14 @@ class Storage:
 
 def store(kv: KVLayout, pool: PoolLayout) -> Storage:
     """The arrays of a checked pool."""
-    stored = []
+    stored, regions = [], Regions(pool.regions)
     for component in kv.components:
         found = pool.component(component.name)
-        stored.append(None if found is None else _store(component, found, pool))
+        stored.append(None if found is None else _store(component, found, regions))
     return Storage(pool, tuple(stored))
 
 
-def _store(component: Component, stored: ComponentPool, pool: PoolLayout) -> ComponentStorage:
+def _store(component: Component, stored: ComponentPool, regions: Regions) -> ComponentStorage:
     by_name = {f.name: f for f in stored.fields}
     fields = []
     for spec in component.fields:
@@ -66,7 +66,7 @@ def _store(component: Component, stored: ComponentPool, pool: PoolLayout) -> Com
         fields.append(
             FieldStorage(
                 bases,
-                region_index(pool.regions, bases),
+                regions.index(bases),
                 field.page_stride,
                 field.token_stride,
                 field.head_stride,

@@ -115,7 +115,7 @@ def segments(
     """What both ranks hold of the elements [start, stop), cut at pages. Both maps are bound."""
     if len(src.owners) == 1 and len(dst.owners) == 1:
         cuts = _page_cuts(src.page, dst.page, start, stop)
-        return Segments(cuts[:-1], cuts[:-1], np.diff(cuts))
+        return Segments(cuts[:-1], cuts[:-1], cuts[1:] - cuts[:-1])
     elements = np.arange(start, stop, dtype=np.int64)
     elements = elements[src.holds(src_cp_rank, elements) & dst.holds(dst_cp_rank, elements)]
     if not len(elements):
@@ -136,8 +136,11 @@ def _page_cuts(src_page: int, dst_page: int, start: int, stop: int) -> Ints:
     def inner(page: int) -> Ints:
         return np.arange((start // page + 1) * page, stop, page, dtype=np.int64)
 
-    if src_page % dst_page == 0 or dst_page % src_page == 0:
-        cuts = inner(min(src_page, dst_page))
+    smaller = min(src_page, dst_page)
+    if smaller == 1:
+        return np.arange(start, stop + 1, dtype=np.int64)
+    if src_page % smaller == dst_page % smaller == 0:
+        cuts = inner(smaller)
     else:
         cuts = np.union1d(inner(src_page), inner(dst_page))
     return np.concatenate(([start], cuts, [stop]))

@@ -6,25 +6,35 @@ Names load lazily: the oracle needs numpy only. Layer 6.
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pdkv.testing.cases import Case, random_case
+    from pdkv.testing.oracle import Copy, OracleError, Request, check_transfer
+    from pdkv.testing.planner import check_plan
+
+__all__ = [
+    "Case",
+    "Copy",
+    "OracleError",
+    "Request",
+    "check_plan",
+    "check_transfer",
+    "random_case",
+]
 
 _HOME = {
+    "Case": "cases",
+    "Copy": "oracle",
     "OracleError": "oracle",
     "Request": "oracle",
-    "Copy": "oracle",
+    "check_plan": "planner",
     "check_transfer": "oracle",
-    "check_plan": "check_plan",
-    "Case": "cases",
     "random_case": "cases",
 }
 
-__all__ = sorted(_HOME)
-
 
 def __getattr__(name: str) -> object:
-    if name in _HOME:
-        return getattr(import_module(f"pdkv.testing.{_HOME[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return __all__
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"pdkv.testing.{_HOME[name]}"), name)

@@ -116,7 +116,7 @@ def check_transfer(
         put = memory.find(f"dst rank {dst_rank_id}", runs.dst, nbytes)
         memory.labels[put] = here[src_rank_id].labels[taken]
         memory.senders[put] = src_rank_id
-        memory.hits += np.bincount(put, minlength=len(memory.hits))
+        np.add.at(memory.hits, put, 1)
     for rank_id, memory in enumerate(there):
         _check_rank(dst, rank_id, memory, request)
     return there

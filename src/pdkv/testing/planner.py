@@ -28,7 +28,6 @@ from pdkv.testing.oracle import (
     held_heads,
     owner_of,
 )
-from pdkv.topology import Rank
 
 __all__ = ["check_plan", "planned_copies"]
 
@@ -55,8 +54,9 @@ def check_plan(case: Case, form: Form = "runs") -> int:
     )
     _check_fan_in(pairing, copies)
     _check_grid(pairing)
+    holders = _Holders(case.src, case.dst)
     for rank_id, memory in enumerate(memories):
-        _check_senders(case, pairing, rank_id, memory)
+        _check_senders(case, pairing, rank_id, memory, holders)
     return sum(copy.runs.total_nbytes for copy in copies)
 
 
@@ -156,7 +156,9 @@ def _check_grid(pairing: Pairing) -> None:
         raise OracleError(f"prefix_unit {pairing.prefix_unit}")
 
 
-def _check_senders(case: Case, pairing: Pairing, dst_id: int, memory: Memory) -> None:
+def _check_senders(
+    case: Case, pairing: Pairing, dst_id: int, memory: Memory, holders: _Holders
+) -> None:
     """Each element came from the replica that the rule names."""
     dst, request = case.dst, case.request
     rank = dst.parallel.rank(dst_id)
@@ -173,7 +175,7 @@ def _check_senders(case: Case, pairing: Pairing, dst_id: int, memory: Memory) ->
             continue
         ids = np.asarray(request.dst_page_ids[dst_id][component.name])
         pages, offsets = ids[local // per_page - skipped], local % per_page
-        rule = _Rule(pairing, component, request.num_tokens, first, held[local], dst_id)
+        rule = _Rule(pairing, component, request.num_tokens, first, held[local], dst_id, holders)
         for spec in component.fields:
             at = next(f for f in stored.fields if f.name == spec.name)
             element = pages * at.page_stride + offsets * at.token_stride - memory.low
@@ -201,7 +203,9 @@ class _Rule:
         first: int,
         elements: Ints,
         dst_id: int,
+        holders: _Holders,
     ) -> None:
+        self.holders = holders
         self.src, self.dst, self.component = pairing.src, pairing.dst, component
         self.dst_id = dst_id
         self.rows = component.kind == "row"
@@ -220,8 +224,8 @@ class _Rule:
     def senders(self, spec: Field, layer: int, head: int) -> Ints:
         """The src rank_id that must have sent each element of a layer and head."""
         key = (
-            self._holders(self.src, spec, layer, head),
-            self._holders(self.dst, spec, layer, head),
+            self.holders.find(0, self.component, spec, layer, head),
+            self.holders.find(1, self.component, spec, layer, head),
         )
         if key not in self.known:
             self.known[key] = self._senders(*key)
@@ -242,18 +246,25 @@ class _Rule:
             out[mine] = peers[(j * n + p) * len(peers) // (len(readers) * n)]
         return out
 
-    def _holders(self, engine: EngineLayout, spec: Field, layer: int, head: int) -> tuple[int, ...]:
-        """Rank_ids that hold a layer and a head, of any CP rank."""
-        stages = engine.placement(self.component.name).layers_by_pp_rank
-        tps = [
-            tp
-            for tp in range(engine.parallel.tp_size)
-            if head in held_heads(engine, self.component, spec, tp)
-        ]
-        return tuple(
-            engine.parallel.rank_id(Rank(pp, cp, tp))
-            for pp, stage in enumerate(stages)
-            if layer in stage
-            for cp in range(engine.parallel.cp_size)
-            for tp in tps
-        )
+
+class _Holders:
+    """For both engines the rank_ids that hold a layer and a head, of any CP rank."""
+
+    def __init__(self, src: EngineLayout, dst: EngineLayout) -> None:
+        self.engines = (src, dst)
+        self.known: dict[tuple[int, str, str, int, int], tuple[int, ...]] = {}
+
+    def find(
+        self, side: int, component: Component, spec: Field, layer: int, head: int
+    ) -> tuple[int, ...]:
+        key = (side, component.name, spec.name, layer, head)
+        if key not in self.known:
+            engine = self.engines[side]
+            stages = engine.placement(component.name).layers_by_pp_rank
+            self.known[key] = tuple(
+                i
+                for i, rank in enumerate(engine.parallel.ranks())
+                if layer in stages[rank.pp_rank]
+                and head in held_heads(engine, component, spec, rank.tp_rank)
+            )
+        return self.known[key]

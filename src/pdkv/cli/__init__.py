@@ -1,0 +1,1 @@
+"""The commands of `python -m pdkv`, one module each. Layer 6."""
