@@ -22,7 +22,10 @@ def start(name, tp_size):
     pools, nodes = [], []
     for rank_id in range(tp_size):
         aux, pool = AuxBuffers(num_rows=8), KVPool(layout, rank_id, num_pages=32)
-        control, backend = MemoryControl(network, f"{name}{rank_id}"), LoopbackBackend(fabric)
+        control, backend = (
+            MemoryControl(network, f"{name}{rank_id}"),
+            LoopbackBackend(fabric=fabric),
+        )
         nodes.append(
             Node(
                 backend=backend,

@@ -84,7 +84,7 @@ class Engine:
         for rank_id in range(layout.parallel.num_ranks):
             aux = AuxBuffers(AUX, num_rows=8)
             pool = KVPool(layout, rank_id, num_pages, order=order)  # type: ignore[arg-type]
-            backend = LoopbackBackend(world.fabric)
+            backend = LoopbackBackend(fabric=world.fabric)
             node = Node(
                 backend=backend,
                 control=MemoryControl(world.network, f"{name}/{rank_id}"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, TransferError
 from pdkv.heads import owned_heads
 from pdkv.layout import EngineLayout
 from pdkv.limits import Limits
@@ -181,7 +181,7 @@ def test_abort_by_decode_is_failed_at_once_and_released_when_writers_are_quiet(
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].hold()
+    prefill.backends[0].faults.hold_landing = True
     serve(prefill, 5, 16, pages)
     world.run()
     (identity,) = [e.identity for e in decode.events(Bootstrapped)]
@@ -191,7 +191,7 @@ def test_abort_by_decode_is_failed_at_once_and_released_when_writers_are_quiet(
     assert "aborted by the decode engine" in failed.cause
     assert not decode.events(Released), "bytes are still in flight"
     assert set(decode.decode[0].exposed_pages()) == set(pages)
-    prefill.backends[0].land()
+    prefill.backends[0].faults.hold_landing = False
     world.run(steps=300)
     assert len(decode.events(Released)) == len(prefill.events(Released)) == 1
     assert "decode rank 0: aborted" in prefill.events(RequestFailed)[0].cause
@@ -202,7 +202,8 @@ def test_a_failed_write_fails_both_sides_with_its_cause_and_frees_nothing(world:
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].fail_next("cable on fire")
+    prefill.backends[0].faults.fail_error = "cable on fire"
+    prefill.backends[0].faults.fail_next = 1
     serve(prefill, 5, 16, pages)
     world.run(steps=300)
     assert "cable on fire" in decode.events(RequestFailed)[0].cause
@@ -217,7 +218,7 @@ def test_a_silent_peer_fails_the_request_and_quarantines_its_pages(world: World)
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].hold()
+    prefill.backends[0].faults.hold_landing = True
     serve(prefill, 5, 16, pages)
     world.run()
     prefill.kill()
@@ -235,6 +236,28 @@ def test_a_silent_peer_fails_the_request_and_quarantines_its_pages(world: World)
     decode.decode[0].declare_gone(prefill.incarnation)
     world.run()
     assert len(decode.events(Released)) == 2
+
+
+def test_a_backend_that_cannot_let_go_of_a_dead_peer_yet_is_asked_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
+    pages = pages_of(16, 1)
+    ask(decode, prefill, 5, 1, 16, pages)
+    serve(prefill, 5, 16, pages)
+    world.run()
+    peers = prefill.nodes[0].core.links.peers
+
+    def busy(peer: str) -> None:
+        raise TransferError(f"transfers to {peer!r} are in flight")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(prefill.backends[0], "disconnect", busy)
+        decode.kill()
+        world.run(steps=1500)
+        assert [peer.key for peer in peers] == [(decode.incarnation, 0)]
+    world.run(steps=100)
+    assert not list(peers)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +315,7 @@ def test_a_lost_notification_is_recovered_by_asking(world: World) -> None:
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].lose_notifications(1)
+    prefill.backends[0].faults.drop_notifications = 1
     serve(prefill, 5, 16, pages)
     world.run()
     assert not decode.events(Succeeded)
@@ -304,7 +327,7 @@ def test_doubled_notifications_change_nothing(world: World) -> None:
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].double_notifications(3)
+    prefill.backends[0].faults.double_notifications = 3
     serve(prefill, 5, 16, pages)
     world.run(steps=100)
     assert len(decode.events(Succeeded)) == len(decode.events(Released)) == 1

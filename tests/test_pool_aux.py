@@ -1,4 +1,4 @@
-"""Aux rows: aligned, stamped with one identity, empty whenever they change hands."""
+"""Aux rows: stamps, fields, and rows that never leak what was in them."""
 
 from __future__ import annotations
 
@@ -9,108 +9,135 @@ import pytest
 
 from pdkv.errors import ConfigError
 from pdkv.layout import AuxField
-from pdkv.pool.aux import AuxBuffers
+from pdkv.pool.aux import AuxBuffers, Stamp
 from pdkv.protocol import Identity
 
 FIELDS = (
     AuxField("first_token", "int64"),
-    AuxField("flag", "uint8"),
-    AuxField("log_probs", "float32", (3,)),
-    AuxField("hidden", "bfloat16", (5,)),
+    AuxField("flags", "uint8", (3,)),
+    AuxField("logprobs", "float32", (4,)),
+    AuxField("hidden", "bfloat16", (2, 5)),
+    AuxField("scale", "float8_e8m0fnu", (1,)),
 )
-IDENTITY = Identity(-7, (1 << 64) - 1, bytes(range(16)))
+WHO = Identity(room=-7, attempt=(1 << 64) - 1, incarnation=bytes(range(16)))
 
 
-def test_rows_are_whole_cache_lines_and_the_region_covers_them() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=5)
+def test_row_is_a_stamp_and_the_fields_in_whole_cache_lines() -> None:
+    aux = AuxBuffers(FIELDS, 5)
     assert aux.base % 64 == 0
-    assert aux.row_nbytes % 64 == 0
-    assert aux.row_nbytes >= 64 + sum(f.nbytes for f in FIELDS)
+    assert aux.row_nbytes == 128
+    assert aux.num_rows == 5
     region = aux.region()
-    assert (region.address, region.nbytes) == (aux.base, 5 * aux.row_nbytes)
+    assert (region.address, region.nbytes, region.device) == (aux.base, 5 * 128, "cpu")
+    assert AuxBuffers((), 1).row_nbytes == 64
 
 
-def test_fields_come_back_as_written_and_rows_do_not_mix() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=2)
-    aux.write(0, first_token=1 << 40, log_probs=[1.5, -2.0, 0.25])
-    aux.write(1, first_token=-1, flag=255, hidden=np.arange(5, dtype=np.uint16))
-    row = aux.read(0)
-    assert row["first_token"] == 1 << 40
-    assert row["log_probs"].tolist() == [1.5, -2.0, 0.25]
-    assert row["flag"] == 0
-    assert aux.read(1)["hidden"].tolist() == [0, 1, 2, 3, 4]
+def test_both_sides_with_equal_fields_find_a_copied_row() -> None:
+    src, dst = AuxBuffers(FIELDS, 4), AuxBuffers(FIELDS, 4)
+    values = {
+        "first_token": 50_256,
+        "flags": [1, 2, 255],
+        "logprobs": np.linspace(-3, 0, 4, dtype=np.float32),
+        "hidden": np.arange(10, dtype=np.uint16).reshape(2, 5),
+        "scale": np.array([127], np.uint8),
+    }
+    src.write(1, **values)
+    src.stamp(1, identity=WHO, outcome=2, num_tokens=1 << 40)
+    ctypes.memmove(dst.base + 3 * dst.row_nbytes, src.base + src.row_nbytes, src.row_nbytes)
+    assert dst.read_stamp(3) == Stamp(WHO, 2, 1 << 40)
+    row = dst.read(3)
+    assert list(row) == [field.name for field in FIELDS]
+    for name, value in values.items():
+        np.testing.assert_array_equal(row[name], value)
+    assert row["hidden"].dtype == np.uint16
+    assert row["scale"].dtype == np.uint8
+    assert row["first_token"].shape == ()
 
 
-def test_what_is_read_is_a_copy() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=1)
-    aux.write(0, first_token=3)
-    before = aux.read(0)
-    aux.write(0, first_token=4)
-    assert before["first_token"] == 3
-
-
-def test_a_stamp_survives_the_way_as_bytes_and_leaves_the_fields_alone() -> None:
-    src, dst = AuxBuffers(FIELDS, num_rows=2), AuxBuffers(FIELDS, num_rows=2)
-    src.write(1, first_token=42)
-    src.stamp(1, identity=IDENTITY, outcome=2, num_tokens=1 << 40)
-    ctypes.memmove(dst.base, src.base + src.row_nbytes, src.row_nbytes)
-    stamp = dst.read_stamp(0)
-    assert stamp is not None
-    assert stamp.identity == IDENTITY
-    assert (stamp.outcome, stamp.num_tokens) == (2, 1 << 40)
-    assert dst.read(0)["first_token"] == 42
-    assert dst.read_stamp(1) is None
-
-
-def test_a_row_is_empty_when_it_is_taken_and_when_it_is_given_back() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=1)
+def test_row_is_clear_after_alloc_and_after_free() -> None:
+    aux = AuxBuffers(FIELDS, 2)
     index = aux.alloc()
-    assert index == 0
+    assert index is not None
+    aux.stamp(index, identity=WHO, outcome=1, num_tokens=5)
     aux.write(index, first_token=9)
-    aux.stamp(index, identity=IDENTITY, outcome=1, num_tokens=1)
     aux.free(index)
     assert aux.read_stamp(index) is None
     assert aux.read(index)["first_token"] == 0
-    aux.write(index, first_token=9)  # a late write into a free row
-    assert aux.alloc() == index
-    assert aux.read(index)["first_token"] == 0
+    aux._rows[:] = 255  # a write that lands while nobody has the row
+    again = aux.alloc()
+    assert again is not None
+    assert aux.read_stamp(again) is None
+    assert not aux._rows[again].any()
 
 
-def test_rows_run_out_and_are_not_given_back_twice() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=2)
+def test_rows_run_out_and_come_back() -> None:
+    aux = AuxBuffers(FIELDS, 2)
     assert {aux.alloc(), aux.alloc()} == {0, 1}
     assert aux.alloc() is None
     assert aux.available == 0
-    aux.free(1)
+    aux.free(0)
+    assert aux.alloc() == 0
+
+
+def test_double_free_and_foreign_rows_raise() -> None:
+    aux = AuxBuffers(FIELDS, 2)
+    index = aux.alloc()
+    assert index is not None
+    aux.free(index)
     with pytest.raises(ConfigError, match="free already"):
-        aux.free(1)
-    assert aux.available == 1
-
-
-@pytest.mark.parametrize("index", [-1, 2])
-def test_rows_outside_the_buffer_are_refused(index: int) -> None:
-    aux = AuxBuffers(FIELDS, num_rows=2)
-    for call in (aux.free, aux.clear, aux.read, aux.read_stamp):
+        aux.free(index)
+    for foreign in (-1, 2):
         with pytest.raises(ConfigError, match="outside"):
-            call(index)
-    with pytest.raises(ConfigError, match="outside"):
-        aux.stamp(index, identity=IDENTITY, outcome=1, num_tokens=1)
+            aux.free(foreign)
+        with pytest.raises(ConfigError, match="outside"):
+            aux.read_stamp(foreign)
+    assert aux.available == 2
 
 
-def test_unknown_names_and_other_shapes_are_refused() -> None:
-    aux = AuxBuffers(FIELDS, num_rows=1)
-    with pytest.raises(ConfigError, match="no aux field 'second_token'"):
-        aux.write(0, second_token=1)
-    with pytest.raises(ConfigError, match="log_probs"):
-        aux.write(0, log_probs=[1.0])
+def test_half_a_stamp_is_no_stamp() -> None:
+    aux = AuxBuffers((), 1)
+    aux.stamp(0, identity=WHO, outcome=0, num_tokens=0)
+    aux._rows[0, 0] ^= 1
+    assert aux.read_stamp(0) is None
 
 
-def test_a_buffer_without_fields_still_carries_stamps() -> None:
-    aux = AuxBuffers(num_rows=1)
-    assert aux.row_nbytes == 64
-    aux.stamp(0, identity=IDENTITY, outcome=1, num_tokens=5)
-    stamp = aux.read_stamp(0)
-    assert stamp is not None
-    assert stamp.num_tokens == 5
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"nonsense": 1},
+        {"first_token": 1.5},
+        {"first_token": 1 << 63},
+        {"first_token": [1]},
+        {"flags": [1, 2, 256]},
+        {"flags": [1, 2, -1]},
+        {"flags": 1},
+        {"hidden": np.ones((2, 5), np.float32)},
+        {"logprobs": ["a", "b", "c", "d"]},
+    ],
+)
+def test_value_that_a_field_cannot_hold_changes_nothing(values: dict[str, object]) -> None:
+    aux = AuxBuffers(FIELDS, 1)
     with pytest.raises(ConfigError):
-        AuxBuffers(num_rows=0)
+        aux.write(0, scale=np.array([3], np.uint8), **values)
+    assert not aux._rows.any()
+
+
+@pytest.mark.parametrize(("outcome", "num_tokens"), [(256, 1), (-1, 1), (0, 1 << 63)])
+def test_stamp_that_does_not_fit_raises(outcome: int, num_tokens: int) -> None:
+    aux = AuxBuffers((), 1)
+    with pytest.raises(ConfigError, match="no stamp"):
+        aux.stamp(0, identity=WHO, outcome=outcome, num_tokens=num_tokens)
+
+
+def test_bad_schemas_raise() -> None:
+    with pytest.raises(ConfigError, match="twice"):
+        AuxBuffers((FIELDS[0], FIELDS[0]), 1)
+    with pytest.raises(ConfigError, match="num_rows"):
+        AuxBuffers(FIELDS, 0)
+
+
+def test_what_is_read_is_a_copy() -> None:
+    aux = AuxBuffers(FIELDS, 1)
+    row = aux.read(0)
+    aux.write(0, first_token=4)
+    assert row["first_token"] == 0

@@ -1,4 +1,4 @@
-"""KVPool: the addresses that travel in Hello are those of the tensors that the model uses."""
+"""KVPool: addresses and strides say where the tensors are, for every kind of component."""
 
 from __future__ import annotations
 
@@ -10,34 +10,30 @@ import torch
 
 from pdkv.errors import ConfigError
 from pdkv.layout import (
+    AuxField,
     Component,
     EngineLayout,
     Field,
     HeadMap,
     KVLayout,
+    MemoryRegion,
     Placement,
-    PoolLayout,
 )
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
-from pdkv.topology import Parallel
+from pdkv.topology import Parallel, Rank
 
-NUM_PAGES = 5
-
-
-def gqa(tp_size: int = 1, pp_size: int = 1, dtype: str = "float32") -> EngineLayout:
-    kv = KVLayout.mha(num_layers=5, total_kv_heads=6, head_dim=3, v_head_dim=2, dtype=dtype)
-    return EngineLayout.simple(kv, page_size=4, tp_size=tp_size, pp_size=pp_size)
+MHA = KVLayout.mha(num_layers=5, total_kv_heads=4, head_dim=6, dtype="bfloat16", v_head_dim=10)
 
 
-def many_components() -> EngineLayout:
-    """Pages, per-page scales, a window and recurrent rows, placed unevenly over two stages."""
+def rich_layout() -> EngineLayout:
+    """KV, per-page scales and recurrent state; TP2, PP2, and a head map of the engine's own."""
     kv = KVLayout(
         components=(
             Component(
                 name="kv",
                 layer_ids=(0, 1, 2),
-                fields=(Field("k", 4, 3, "float8_e4m3fn"), Field("v", 4, 5, "bfloat16")),
+                fields=(Field("k", 4, 3, "float8_e4m3fn"), Field("v", 4, 5, "float16")),
             ),
             Component(
                 name="scales",
@@ -46,141 +42,147 @@ def many_components() -> EngineLayout:
                 tokens_per_element=4,
             ),
             Component(
-                name="window",
-                layer_ids=(3,),
-                fields=(Field("k", 2, 3, "float16"),),
-                window=8,
-                own_page_ids=True,
-            ),
-            Component(
                 name="state",
-                layer_ids=(4, 7),
-                fields=(Field("conv", 4, 6, "float32"),),
+                layer_ids=(7,),
+                fields=(Field("conv", 6, 2, "float32"),),
                 kind="row",
-                num_rows=2,
+                num_rows=3,
                 own_page_ids=True,
             ),
         )
     )
+    swapped = HeadMap("k", ((3, 1, 0), (2,)))
     return EngineLayout(
         kv=kv,
         parallel=Parallel(tp_size=2, pp_size=2),
         placements=(
-            Placement(component="kv", layers_by_pp_rank=((0,), (1, 2)), page_size=8),
-            Placement(component="scales", layers_by_pp_rank=((0,), (1, 2)), page_size=8),
             Placement(
-                component="window",
-                layers_by_pp_rank=((), (3,)),
-                page_size=4,
-                head_maps=(HeadMap("k", ((1,), (0, 1))),),
+                component="kv",
+                layers_by_pp_rank=((2, 0), (1,)),
+                page_size=8,
+                head_maps=(swapped,),
             ),
-            Placement(component="state", layers_by_pp_rank=((4, 7), ()), page_size=0),
+            Placement(component="scales", layers_by_pp_rank=((0, 2), (1,)), page_size=8),
+            Placement(component="state", layers_by_pp_rank=((), (7,)), page_size=0),
         ),
     )
 
 
-def check_addresses(pool: KVPool, layout: PoolLayout) -> int:
-    """Compare every element's address by strides with the tensor's own; count the elements."""
-    count = 0
-    for component in layout.components:
-        for field, (row, layer_id) in itertools.product(
-            component.fields, enumerate(component.layer_ids)
-        ):
-            tensor = pool.tensor(component.name, field.name, layer_id)
-            by_token = tensor if pool.order == "NHD" else tensor.transpose(1, 2)
-            for page, offset, head in itertools.product(*map(range, by_token.shape[:3])):
-                address = (
-                    field.bases[row]
-                    + page * field.page_stride
-                    + offset * field.token_stride
-                    + head * field.head_stride
-                )
-                element = by_token[page, offset, head]
-                assert address == element.data_ptr()
-                assert element.is_contiguous()
-                end = address + element.numel() * element.element_size()
-                assert any(r.address <= address and end <= r.end for r in layout.regions)
-                count += 1
-    return count
+def test_every_element_lies_where_base_and_strides_say() -> None:
+    """Each element gets a value of its own through the tensor, and is read by address."""
+    layout = rich_layout()
+    for rank_id, order in itertools.product(range(4), ("NHD", "HND")):
+        pool = KVPool(layout, rank_id, 3, order=order)  # type: ignore[arg-type]
+        for component in pool.layout(None).components:
+            for described in component.fields:
+                for layer_id, base in zip(component.layer_ids, described.bases, strict=True):
+                    tensor = pool.tensor(component.name, described.name, layer_id)
+                    check_addresses(tensor, order, base, described)
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-@pytest.mark.parametrize(("tp_size", "pp_size"), [(1, 1), (3, 2), (12, 1)])
-def test_addresses_and_strides_are_those_of_the_tensors(
-    order: str, tp_size: int, pp_size: int
-) -> None:
-    layout = gqa(tp_size, pp_size)
-    for rank_id in (0, layout.parallel.num_ranks - 1):
-        pool = KVPool(layout, rank_id, NUM_PAGES, order=order)  # type: ignore[arg-type]
-        heads = max(1, 6 // tp_size)
-        layers = layout.placement("kv").layers_by_pp_rank[layout.parallel.rank(rank_id).pp_rank]
-        where = pool.layout(AuxBuffers(num_rows=1))
-        assert check_addresses(pool, where) == 2 * len(layers) * NUM_PAGES * 4 * heads
-        assert where.components[0].layer_ids == layers
+def check_addresses(tensor, order, base, described) -> None:  # type: ignore[no-untyped-def]
+    raw = tensor.view(torch.uint8)
+    raw.copy_(torch.arange(raw.numel()).remainder(251).to(torch.uint8).view(raw.shape))
+    nhd = raw if order == "NHD" else raw.transpose(1, 2)
+    for page, element, head in itertools.product(*(range(n) for n in nhd.shape[:3])):
+        address = (
+            base
+            + page * described.page_stride
+            + element * described.token_stride
+            + head * described.head_stride
+        )
+        expected = bytes(nhd[page, element, head].tolist())
+        assert ctypes.string_at(address, len(expected)) == expected
 
 
-@pytest.mark.parametrize("order", ["NHD", "HND"])
-def test_every_kind_of_component_finds_its_place(order: str) -> None:
-    layout = many_components()
-    pages = {"kv": 3, "scales": 3, "window": 2, "state": 4}
-    for rank_id in range(4):
-        pool = KVPool(layout, rank_id, pages, order=order)  # type: ignore[arg-type]
-        where = pool.layout(AuxBuffers(num_rows=1))
-        check_addresses(pool, where)
-        held = {"kv", "scales", "state"} if rank_id < 2 else {"kv", "scales", "window"}
-        assert {c.name for c in where.components} == held
-        for component in where.components:
-            assert component.num_pages == pages[component.name]
-            assert component.page_size == layout.placement(component.name).page_size
-    last = KVPool(layout, 3, pages, order="NHD")
-    assert last.tensor("window", "k", 3).shape == (2, 4, 2, 3)  # as its HeadMap says
-    assert last.tensor("scales", "s", 2).shape == (3, 2, 2, 1)  # two scales per page
-    first = KVPool(layout, 1, pages, order="NHD")
-    assert first.tensor("state", "conv", 7).shape == (4, 2, 2, 6)
+def test_shapes_follow_layers_heads_and_order() -> None:
+    layout = rich_layout()
+    pool = KVPool(layout, layout.parallel.rank_id(Rank(tp_rank=0)), 3)
+    assert pool.tensor("kv", "k", 2).shape == (3, 8, 3, 3)
+    assert pool.tensor("kv", "v", 0).shape == (3, 8, 2, 5)
+    assert pool.tensor("scales", "s", 0).shape == (3, 2, 2, 1)
+    assert pool.layout().component("state") is None
     with pytest.raises(KeyError):
-        first.tensor("kv", "k", 1)
-
-
-def test_one_region_per_component_and_one_for_aux_that_do_not_overlap() -> None:
-    aux = AuxBuffers(num_rows=3)
-    where = KVPool(many_components(), 0, 4).layout(aux)
-    assert len(where.regions) == len(where.components) + 1
-    assert (where.aux_base, where.aux_row_nbytes, where.aux_num_rows) == (aux.base, 64, 3)
-    ordered = sorted(where.regions, key=lambda r: r.address)
-    assert all(a.end <= b.address for a, b in itertools.pairwise(ordered))
-    assert all(r.address % 64 == 0 for r in ordered)
-
-
-def test_layers_and_fields_do_not_overlap() -> None:
-    pool = KVPool(gqa(), 0, NUM_PAGES)
-    for number, (field, layer_id) in enumerate(itertools.product("kv", range(5))):
-        pool.tensor("kv", field, layer_id).fill_(number)
-    for number, (field, layer_id) in enumerate(itertools.product("kv", range(5))):
-        assert (pool.tensor("kv", field, layer_id) == number).all()
-
-
-def test_a_byte_written_at_an_address_is_seen_in_the_tensor() -> None:
-    layout = gqa(tp_size=3)
-    pool = KVPool(layout, 2, NUM_PAGES, order="HND")
-    field = pool.layout(AuxBuffers(num_rows=1)).components[0].fields[0]
-    value = torch.tensor([1.0, 2.0, 3.0])
-    where = field.bases[4] + 3 * field.page_stride + 2 * field.token_stride + field.head_stride
-    ctypes.memmove(where, value.data_ptr(), 12)
-    tensor = pool.tensor("kv", "k", 4)
-    assert torch.equal(tensor[3, 1, 2], value)
-    assert tensor.sum() == 6
-
-
-def test_what_cannot_be_allocated_is_refused() -> None:
-    with pytest.raises(ConfigError, match="order"):
-        KVPool(gqa(), 0, NUM_PAGES, order="DHN")  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="needs pages"):
-        KVPool(gqa(), 0, 0)
-    with pytest.raises(ConfigError, match="outside an engine"):
-        KVPool(gqa(), 1, NUM_PAGES)
-    scales = Component(
-        name="s", layer_ids=(0,), fields=(Field("s", 1, 1, "float32"),), tokens_per_element=3
+        pool.tensor("kv", "k", 1)
+    last = KVPool(
+        layout,
+        layout.parallel.rank_id(Rank(pp_rank=1, tp_rank=1)),
+        {"kv": 3, "scales": 3, "state": 9},
+        order="HND",
     )
-    uneven = EngineLayout.simple(KVLayout(components=(scales,)), page_size=4)
-    with pytest.raises(ConfigError, match="tokens_per_element"):
-        KVPool(uneven, 0, NUM_PAGES)
+    assert last.tensor("kv", "k", 1).shape == (3, 1, 8, 3)
+    assert last.tensor("kv", "v", 1).dtype == torch.float16
+    assert last.tensor("state", "conv", 7).shape == (9, 3, 3, 2)
+    state = last.layout().component("state")
+    assert state is not None
+    assert (state.num_pages, state.page_size) == (9, 0)
+
+
+def test_one_aligned_region_per_component_holds_all_its_tensors() -> None:
+    layout = rich_layout()
+    pool = KVPool(layout, 2, 5)
+    described = pool.layout(None)
+    assert len(described.regions) == len(described.components) == 3
+    for component, region in zip(described.components, described.regions, strict=True):
+        assert region.address % 64 == 0
+        spans = []
+        for field in component.fields:
+            for layer_id, base in zip(component.layer_ids, field.bases, strict=True):
+                nbytes = pool.tensor(component.name, field.name, layer_id).nbytes
+                assert base % 64 == 0
+                assert region.address <= base
+                assert base + nbytes <= region.end
+                spans.append((base, base + nbytes))
+        spans.sort()
+        assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
+
+
+def test_aux_rows_are_part_of_the_layout() -> None:
+    aux = AuxBuffers((AuxField("first_token", "int64"),), 6)
+    pool = KVPool(EngineLayout.simple(MHA, page_size=4), 0, 2)
+    layout = pool.layout(aux)
+    assert layout.regions[-1] == aux.region()
+    assert (layout.aux_base, layout.aux_num_rows) == (aux.base, 6)
+    assert layout.aux_row_nbytes == aux.row_nbytes
+    bare = pool.layout(None)
+    assert (bare.aux_base, bare.aux_row_nbytes, bare.aux_num_rows) == (0, 0, 0)
+    assert bare.regions == layout.regions[:-1]
+    assert all(isinstance(r, MemoryRegion) and r.device == "cpu" for r in bare.regions)
+
+
+def test_tensors_start_at_zero() -> None:
+    pool = KVPool(EngineLayout.simple(MHA, page_size=4, tp_size=8), 5, 3)
+    assert pool.tensor("kv", "v", 4).shape == (3, 4, 1, 10)
+    assert not pool.tensor("kv", "v", 4).any()
+
+
+def test_pools_that_cannot_be_raise() -> None:
+    simple = EngineLayout.simple
+    with pytest.raises(ConfigError, match="needs pages"):
+        KVPool(simple(MHA, page_size=4), 0, {"other": 3})
+    with pytest.raises(ConfigError, match="needs pages"):
+        KVPool(simple(MHA, page_size=4), 0, 0)
+    with pytest.raises(ConfigError, match="NHD or HND"):
+        KVPool(simple(MHA, page_size=4), 0, 1, order="DHN")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="don't divide"):
+        KVPool(simple(MHA, page_size=4, tp_size=3), 0, 1)
+    with pytest.raises(ConfigError, match="outside an engine"):
+        KVPool(simple(MHA, page_size=4), 1, 1)
+    bad_pages = EngineLayout.simple(rich_layout().kv, page_size=6)
+    with pytest.raises(ConfigError, match="no multiple of tokens_per_element 4"):
+        KVPool(bad_pages, 0, 1)
+    nowhere = EngineLayout(kv=MHA, parallel=Parallel(), placements=())
+    with pytest.raises(ConfigError, match="no placement"):
+        KVPool(nowhere, 0, 1)
+    stages = Placement(component="kv", layers_by_pp_rank=((0,), (1,)), page_size=4)
+    with pytest.raises(ConfigError, match="pp_size 1"):
+        KVPool(EngineLayout(kv=MHA, parallel=Parallel(), placements=(stages,)), 0, 1)
+    short = Placement(
+        component="kv",
+        layers_by_pp_rank=((0,),),
+        page_size=4,
+        head_maps=(HeadMap("k", ((0, 1, 2, 3),)),),
+    )
+    two = EngineLayout(kv=MHA, parallel=Parallel(tp_size=2), placements=(short,))
+    with pytest.raises(ConfigError, match="head map"):
+        KVPool(two, 0, 1)

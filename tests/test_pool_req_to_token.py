@@ -1,4 +1,4 @@
-"""Request slots: arriving requests never take what running ones need, and the other way round."""
+"""Request slots: arriving requests never take what running ones need."""
 
 from __future__ import annotations
 
@@ -9,72 +9,86 @@ from pdkv.errors import ConfigError
 from pdkv.pool.req_to_token import DecodeReqToTokenPool, ReqToTokenPool
 
 
-def test_slots_are_distinct_and_come_back() -> None:
-    pool = ReqToTokenPool(3, 64)
-    slots = pool.alloc(3)
-    assert slots is not None
-    assert sorted(slots) == [0, 1, 2]
-    assert pool.alloc(1) is None
-    pool.free(slots[:2])
-    assert pool.available == 2
-
-
-def test_the_table_has_a_row_of_token_slots_per_request() -> None:
-    pool = DecodeReqToTokenPool(2, 64, "cpu", 3)
-    assert pool.table.shape == (5, 64)
+def test_slots_run_out_and_come_back() -> None:
+    pool = ReqToTokenPool(3, 10, "cpu")
+    assert pool.table.shape == (3, 10)
     assert pool.table.dtype == torch.int32
+    slots = pool.alloc(2)
+    assert slots is not None
+    assert len(set(slots)) == 2
+    assert pool.alloc(2) is None
+    assert pool.available == 1
+    pool.free(slots)
+    assert pool.available == 3
 
 
-@pytest.mark.parametrize("slots", [[1], [0, 0], [7]], ids=["idle", "twice", "foreign"])
-def test_misuse_raises_and_changes_nothing(slots: list[int]) -> None:
-    pool = ReqToTokenPool(2, 64)
+@pytest.mark.parametrize("slots", [[0, 0], [9], [-1], [1]])
+def test_slots_that_are_not_taken_raise_and_change_nothing(slots: list[int]) -> None:
+    pool = ReqToTokenPool(3, 10, "cpu")
     assert pool.alloc(1) == [0]
     with pytest.raises(ConfigError):
         pool.free(slots)
-    assert pool.available == 1
-    pool.free([0])
     assert pool.available == 2
 
 
-def test_arriving_requests_are_bounded_apart_from_running_ones() -> None:
-    pool = DecodeReqToTokenPool(size=2, max_context_len=64, device="cpu", pre_alloc_size=2)
-    first = pool.alloc(2)
-    assert first is not None
+def test_arriving_requests_stay_within_their_share_until_promoted() -> None:
+    pool = DecodeReqToTokenPool(2, 10, "cpu", 3)
+    assert pool.table.shape == (5, 10)
+    arriving = pool.alloc(3)
+    assert arriving is not None
+    assert pool.alloc(1) is None, "the two running slots are not for arriving requests"
+    assert pool.promote(arriving[0])
+    assert pool.promote(arriving[1])
+    assert (pool.num_running, pool.num_arriving, pool.available) == (2, 1, 2)
+    assert not pool.promote(arriving[2]), "two requests run: the third waits"
+    more = pool.alloc(2)
+    assert more is not None
     assert pool.alloc(1) is None
-    assert all(pool.promote(slot) for slot in first)
-    assert (pool.num_running, pool.available) == (2, 2)
-    second = pool.alloc(2)
-    assert second is not None
-    assert not pool.promote(second[0])  # two run already
-    assert (pool.num_running, pool.available) == (2, 0)
-    pool.free([first[0]])
-    assert pool.promote(second[0])
-    assert (pool.num_running, pool.available) == (2, 1)
+    pool.free([arriving[0]])
+    assert pool.available == 0, "a running slot is no arriving slot"
+    assert pool.promote(arriving[2])
+    pool.free([arriving[1], arriving[2], *more])
+    assert (pool.num_running, pool.num_arriving, pool.available) == (0, 0, 3)
 
 
-def test_an_arriving_request_that_fails_gives_its_place_to_the_next() -> None:
-    pool = DecodeReqToTokenPool(1, 64, "cpu", 1)
+def test_row_stays_the_same_when_a_request_starts_to_run() -> None:
+    pool = DecodeReqToTokenPool(1, 4, "cpu", 1)
     slots = pool.alloc(1)
     assert slots is not None
-    pool.free(slots)
-    assert (pool.num_running, pool.available) == (0, 1)
-    assert pool.alloc(1) is not None
+    pool.table[slots[0]] = torch.arange(4, dtype=torch.int32)
+    assert pool.promote(slots[0])
+    assert pool.table[slots[0]].tolist() == [0, 1, 2, 3]
 
 
-def test_only_an_arriving_slot_can_be_promoted() -> None:
-    pool = DecodeReqToTokenPool(2, 64, "cpu", 1)
+def test_promoting_what_is_not_arriving_raises() -> None:
+    pool = DecodeReqToTokenPool(2, 4, "cpu", 1)
+    with pytest.raises(ConfigError, match="not arriving"):
+        pool.promote(0)
     slots = pool.alloc(1)
     assert slots is not None
     assert pool.promote(slots[0])
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match="not arriving"):
         pool.promote(slots[0])
-    with pytest.raises(ConfigError):
-        pool.promote(2)
 
 
-@pytest.mark.parametrize("settings", [(0, 64), (2, 0)])
-def test_empty_pools_are_refused(settings: tuple[int, int]) -> None:
+def test_sizes_must_be_positive() -> None:
     with pytest.raises(ConfigError):
-        ReqToTokenPool(*settings)
+        ReqToTokenPool(0, 10, "cpu")
     with pytest.raises(ConfigError):
-        DecodeReqToTokenPool(2, 64, "cpu", 0)
+        ReqToTokenPool(1, 0, "cpu")
+    with pytest.raises(ConfigError):
+        DecodeReqToTokenPool(1, 10, "cpu", 0)
+    with pytest.raises(ConfigError):
+        DecodeReqToTokenPool(0, 10, "cpu", 1)
+    with pytest.raises(ConfigError):
+        ReqToTokenPool(1, 10, "cpu").alloc(-1)
+
+
+def test_arriving_request_that_fails_gives_its_place_to_the_next() -> None:
+    pool = DecodeReqToTokenPool(1, 4, "cpu", 1)
+    for _ in range(3):
+        slots = pool.alloc(1)
+        assert slots is not None
+        assert pool.alloc(1) is None
+        pool.free(slots)
+    assert (pool.num_running, pool.available) == (0, 1)

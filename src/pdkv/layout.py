@@ -128,6 +128,12 @@ class AuxField(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...] = ()
 
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPE_NBYTES:
+            raise ConfigError(f"aux field {self.name!r}: unknown dtype {self.dtype!r}")
+        if any(size < 1 for size in self.shape):
+            raise ConfigError(f"aux field {self.name!r}: sizes must be positive: {self.shape}")
+
     @property
     def nbytes(self) -> int:
         """Bytes of the field in one row."""

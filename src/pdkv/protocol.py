@@ -25,6 +25,7 @@ from pdkv.plan import Tag
 
 __all__ = [
     "MAX_FRAME_NBYTES",
+    "MAX_TEXT_LENGTH",
     "MIN_PROTOCOL_VERSION",
     "NOTIFICATION_NBYTES",
     "PROTOCOL_VERSION",
@@ -62,7 +63,8 @@ Room = Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Attempt = Annotated[int, Meta(ge=0)]  # uint64: MessagePack has nothing larger
 Count = Annotated[int, Meta(ge=0, le=(1 << 48))]
 RankId = Annotated[int, Meta(ge=0, le=1 << 24)]
-Text = Annotated[str, Meta(max_length=4096)]
+MAX_TEXT_LENGTH = 4096
+Text = Annotated[str, Meta(max_length=MAX_TEXT_LENGTH)]
 PageIds = Annotated[bytes, Meta(max_length=MAX_FRAME_NBYTES)]
 
 
@@ -83,6 +85,21 @@ class Identity(msgspec.Struct, frozen=True, array_like=True, order=True):
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
     """Base of all messages; not a message itself."""
+
+
+def _fit_texts(message: Message, *names: str) -> None:
+    """Make free texts such that a peer accepts them: cut, and without lone surrogates.
+
+    They quote errors from anywhere, and a text must not cost the message that carries it. What
+    was decoded fits already.
+    """
+    for name in names:
+        text = getattr(message, name)
+        fitting = text[:MAX_TEXT_LENGTH]
+        if not fitting.isascii():
+            fitting = fitting.encode("utf-8", "replace").decode("utf-8")
+        if fitting != text:
+            msgspec.structs.force_setattr(message, name, fitting)
 
 
 class Hello(Message, frozen=True, tag="hello"):
@@ -112,6 +129,9 @@ class Refused(Message, frozen=True, tag="refused"):
 
     field: Text
     text: Text
+
+    def __post_init__(self) -> None:
+        _fit_texts(self, "field", "text")
 
 
 class StageGrant(msgspec.Struct, frozen=True, array_like=True):
@@ -172,12 +192,18 @@ class Abort(Message, frozen=True, tag="abort"):
     identity: Identity
     cause: Text
 
+    def __post_init__(self) -> None:
+        _fit_texts(self, "cause")
+
 
 class Failed(Message, frozen=True, tag="failed"):
     """The sending rank's side of this identity failed, for this cause. Says nothing of quiet."""
 
     identity: Identity
     cause: Text
+
+    def __post_init__(self) -> None:
+        _fit_texts(self, "cause")
 
 
 class Quiesced(Message, frozen=True, tag="quiesced"):
@@ -305,7 +331,7 @@ NOTIFICATION_NBYTES = _NOTIFICATION.size
 
 
 def encode_notification(note: Notification) -> bytes:
-    """51 bytes, fixed: magic, identity, writer's rank_id, component, chunk, direct or staged."""
+    """47 bytes, fixed: magic, identity, writer's rank_id, component, chunk, direct or staged."""
     who = note.identity
     return _NOTIFICATION.pack(
         _MAGIC, who.room, who.attempt, who.incarnation, *note.tag, note.is_staged

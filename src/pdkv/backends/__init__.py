@@ -1,5 +1,9 @@
-"""Data-plane plugs, found by name. Importing this loads no transfer engine."""
+"""Data planes behind `pdkv.interfaces.TransferBackend`, found by name.
 
-from pdkv.backends.registry import get_backend
+Each is a plug: it loads its own third-party package when it is constructed, and knows no sibling.
+Importing this package loads none of them. Layer 4.
+"""
 
-__all__ = ["get_backend"]
+from pdkv.backends.registry import available_backends, get_backend
+
+__all__ = ["available_backends", "get_backend"]

@@ -1,7 +1,11 @@
-"""A data plane inside one process: real bytes, no transfer engine, every fault on request.
+"""A data plane inside one process, with faults on demand: what tests and the simulator run on.
 
-Backends of one `LoopbackFabric` find each other by metadata. Bytes land when the target or the
-writer polls, unless the test holds them; nothing here looks at a clock. Layer 4, standard library.
+`LoopbackFabric` is the wire: backends on one fabric find each other by metadata and copy between
+each other's registered addresses with memmove. `LoopbackFaults` says what goes wrong next. There
+is no clock and no chance in it: everything happens in the call that asks for it. Refuses to know
+devices (host memory only), requests and the protocol. Layer 4, standard library only.
+
+A fabric may be used from several threads, one per backend; a lock makes each call atomic.
 """
 
 from __future__ import annotations
@@ -11,54 +15,70 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
-
+from pdkv.backends.regions import RegionTable, check_runs
 from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits, Capabilities, Completion
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 
-__all__ = ["LoopbackBackend", "LoopbackFabric"]
+__all__ = ["LoopbackBackend", "LoopbackFabric", "LoopbackFaults"]
 
 
 class LoopbackFabric:
-    """What the backends of one process share."""
+    """The wire between backends of one process."""
 
     def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.members: dict[str, LoopbackBackend] = {}
-        self._names = itertools.count(1)
+        self._lock = threading.RLock()
+        self._nodes: dict[str, LoopbackBackend] = {}
+        self._num_joined = itertools.count()
+        self._prefix = b"pdkv-loopback:%x:" % id(self)
 
-    def join(self, backend: LoopbackBackend) -> str:
-        """A name that nobody has had before."""
-        with self.lock:
-            name = f"loopback-{next(self._names)}"
-            self.members[name] = backend
-            return name
-
-    def leave(self, name: str) -> None:
-        """The process of this backend is gone."""
-        with self.lock:
-            self.members.pop(name, None)
+    def _join(self, node: LoopbackBackend, name: str) -> str:
+        with self._lock:
+            key = f"{name}#{next(self._num_joined)}"
+            self._nodes[key] = node
+        return key
 
 
-@dataclass
-class _Transfer:
-    id: int
+@dataclass(kw_only=True)
+class LoopbackFaults:
+    """What goes wrong at one writer. Change it between calls; counters run down to 0.
+
+    hold_landing: posted writes stay on the wire until `land`, or until this is cleared and `poll`
+    is called.
+    hold_completions: `poll` keeps back what has ended, as if the initiator had not seen it yet.
+    fail_next: so many posts end in an error after `fail_after_runs` runs have landed, without
+    notification. With `hold_landing` the write stays on the wire and can still land: an unsettled
+    transfer at its worst. `fail_quiet` makes the error one that nothing moves after.
+    drop_notifications, double_notifications: so many of the next ones are lost, or come twice.
+    """
+
+    hold_landing: bool = False
+    hold_completions: bool = False
+    fail_next: int = 0
+    fail_after_runs: int = 0
+    fail_quiet: bool = False
+    fail_error: str = "injected failure"
+    drop_notifications: int = 0
+    double_notifications: int = 0
+
+
+@dataclass(kw_only=True)
+class _Write:
+    transfer_id: int
     peer: str
     runs: Runs
     notification: bytes
+    failed: bool = False
+    landed_runs: int = field(default=0)
 
 
 class LoopbackBackend:
-    """One member of a fabric.
+    """One process's end of a fabric. `faults` and `land` are for tests; the rest is the contract.
 
-    For tests: `hold` keeps posted transfers from landing until `land`; `fail_next` lets the next
-    posts end in an error after having moved `moved` of their runs; `lose_notifications` and
-    `double_notifications` do what they say to the next ones. `max_in_flight` makes `post` answer
-    None.
+    A full queue is `limits.max_in_flight` posts whose completions `poll` has not returned.
     """
 
     name = "loopback"
@@ -66,175 +86,168 @@ class LoopbackBackend:
         notifications=True, completion_is_remote=True, host_memory=True, fenced_by_disconnect=True
     )
 
-    def __init__(self, fabric: LoopbackFabric, *, max_in_flight: int = 1024) -> None:
-        self.limits = BackendLimits(max_in_flight=max_in_flight)
+    def __init__(
+        self,
+        *,
+        fabric: LoopbackFabric,
+        name: str = "node",
+        limits: BackendLimits | None = None,
+    ) -> None:
+        self.limits = limits or BackendLimits()
+        self.faults = LoopbackFaults()
         self._fabric = fabric
-        self._key = fabric.join(self)
-        self._regions: list[MemoryRegion] = []
+        self._regions = RegionTable()
         self._peers: set[str] = set()
-        self._in_flight: deque[_Transfer] = deque()
-        self._done: list[Completion] = []
-        self._inbox: deque[bytes] = deque()
         self._ids = itertools.count(1)
-        self._is_holding = False
-        self._failures: deque[tuple[float, str]] = deque()
-        self._num_lost = 0
-        self._num_doubled = 0
-
-    # -- faults ---------------------------------------------------------------------------------
-
-    def hold(self) -> None:
-        """Posted transfers stay in flight until `land`."""
-        self._is_holding = True
-
-    def land(self, count: int | None = None) -> int:
-        """Let held transfers land, the oldest `count` or all; all also ends the hold."""
-        with self._fabric.lock:
-            wanted = len(self._in_flight) if count is None else min(count, len(self._in_flight))
-            for _ in range(wanted):
-                self._land_one()
-            if count is None:
-                self._is_holding = False
-            return wanted
-
-    def fail_next(self, error: str, *, moved: float = 0.5, times: int = 1) -> None:
-        """The next posts end in `error`, unsettled, with this share of their runs moved."""
-        self._failures.extend([(moved, error)] * times)
-
-    def lose_notifications(self, count: int) -> None:
-        """The next `count` transfers land without a notification."""
-        self._num_lost = count
-
-    def double_notifications(self, count: int) -> None:
-        """The next `count` notifications arrive twice."""
-        self._num_doubled = count
-
-    # -- TransferBackend ------------------------------------------------------------------------
+        self._wire: deque[_Write] = deque()
+        self._done: list[Completion] = []
+        self._owed: dict[int, str] = {}  # posts whose completion was not returned: id -> peer
+        self._inbox: list[bytes] = []
+        self._key = fabric._join(self, name)
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Make memory reachable; overlaps are refused, as transfer engines do."""
-        for region in regions:
-            if region.device != "cpu":
-                raise TransferError(f"loopback reaches host memory only, not {region.device}")
-            if any(region.address < r.end and r.address < region.end for r in self._regions):
-                raise TransferError(f"region at {region.address:#x} overlaps a registered one")
-            self._regions.append(region)
+        """Make host memory reachable; TransferError for a device or for memory that is there."""
+        if devices := {r.device for r in regions} - {"cpu"}:
+            raise TransferError(f"loopback moves host memory only, not {sorted(devices)}")
+        with self._fabric._lock:
+            self._regions.add(regions)
 
     def deregister(self, regions: Sequence[MemoryRegion]) -> None:
-        """Take memory back."""
-        for region in regions:
-            if region not in self._regions:
-                raise TransferError(f"region at {region.address:#x} is not registered")
-            self._regions.remove(region)
+        """Take memory back. As with a real engine, a held write still lands: keep it mapped."""
+        with self._fabric._lock:
+            self._regions.remove(regions)
 
     def metadata(self) -> bytes:
-        """This member's name."""
-        return self._key.encode()
+        """The key of this backend on its fabric."""
+        return self._fabric._prefix + self._key.encode()
 
     def connect(self, metadata: bytes) -> str:
-        """Find a member of the same fabric."""
-        peer = metadata.decode("utf-8", "replace")
-        if peer not in self._fabric.members:
-            raise TransferError(f"no member {peer!r} in this fabric")
-        self._peers.add(peer)
+        """Find a peer on the fabric."""
+        prefix = self._fabric._prefix
+        peer = metadata.removeprefix(prefix).decode(errors="replace")
+        with self._fabric._lock:
+            if not metadata.startswith(prefix) or peer not in self._fabric._nodes:
+                raise TransferError("metadata of no backend on this fabric")
+            self._peers.add(peer)
         return peer
 
     def disconnect(self, peer: str) -> None:
-        """Forget a member; what is in flight to it never lands."""
-        with self._fabric.lock:
+        """Forget a peer; what is still on the wire to it never lands."""
+        with self._fabric._lock:
+            if peer in self._owed.values():
+                raise TransferError(f"transfers to {peer!r} are in flight")
             self._peers.discard(peer)
-            gone = [t for t in self._in_flight if t.peer == peer]
-            self._in_flight = deque(t for t in self._in_flight if t.peer != peer)
-            self._done += [Completion(t.id, "disconnected", True) for t in gone]
+            self._wire = deque(w for w in self._wire if w.peer != peer)
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
-        """Check every run on both sides, then put the transfer in flight."""
-        with self._fabric.lock:
-            target = self._fabric.members.get(peer)
-            if peer not in self._peers or target is None:
-                raise TransferError(f"peer {peer!r} is not connected")
-            if len(self._in_flight) >= self.limits.max_in_flight:
+        """Copy at once, unless `faults` say otherwise."""
+        with self._fabric._lock:
+            target = self._target(peer)
+            check_runs(runs, self.limits)
+            self._regions.locate(runs.src, runs.nbytes, "src")
+            target._regions.locate(runs.dst, runs.nbytes, "dst")
+            if len(self._owed) >= self.limits.max_in_flight:
                 return None
-            _check(runs.src, runs.nbytes, self._regions, "local")
-            _check(runs.dst, runs.nbytes, target._regions, "remote")
-            transfer = _Transfer(next(self._ids), peer, runs, notification)
-            self._in_flight.append(transfer)
-            return transfer.id
+            write = _Write(
+                transfer_id=next(self._ids), peer=peer, runs=runs, notification=notification
+            )
+            self._owed[write.transfer_id] = peer
+            if self.faults.fail_next:
+                self.faults.fail_next -= 1
+                self._fail(write)
+            elif self.faults.hold_landing:
+                self._wire.append(write)
+            else:
+                self._land(write)
+            return write.transfer_id
 
     def poll(self) -> Sequence[Completion]:
-        """Land what is not held; what ended since the last call."""
-        with self._fabric.lock:
-            while self._in_flight and not self._is_holding:
-                self._land_one()
+        """What ended; lands what was held if it is held no longer."""
+        with self._fabric._lock:
+            if not self.faults.hold_landing:
+                self.land()
+            if self.faults.hold_completions:
+                return ()
             done, self._done = self._done, []
+            for completion in done:
+                self._owed.pop(completion.transfer_id, None)
             return done
 
     def notifications(self) -> Sequence[bytes]:
-        """What arrived since the last call."""
-        with self._fabric.lock:
-            arrived = list(self._inbox)
-            self._inbox.clear()
+        """What peers delivered since the last call."""
+        with self._fabric._lock:
+            arrived, self._inbox = self._inbox, []
             return arrived
 
     def notify(self, peer: str, notification: bytes) -> None:
-        """A notification without data."""
-        with self._fabric.lock:
-            target = self._fabric.members.get(peer)
-            if peer not in self._peers or target is None:
-                raise TransferError(f"peer {peer!r} is not connected")
-            target._inbox.append(notification)
+        """Put a notification into the peer's inbox."""
+        with self._fabric._lock:
+            self._deliver(self._target(peer), notification)
 
     def close(self) -> None:
-        """Leave the fabric. What is in flight is lost, as when a process ends."""
-        self._fabric.leave(self._key)
-        self._in_flight.clear()
+        """Leave the fabric; what is on the wire from here never lands."""
+        with self._fabric._lock:
+            self._fabric._nodes.pop(self._key, None)
+            self._peers.clear()
+            self._wire.clear()
+            self._owed.clear()
+            self._done.clear()
+            self._inbox.clear()
+            self._regions = RegionTable()
 
-    def _land_one(self) -> None:
-        transfer = self._in_flight.popleft()
-        target = self._fabric.members.get(transfer.peer)
+    def land(self, max_writes: int | None = None) -> int:
+        """Land the oldest writes on the wire, failed ones too; returns how many there were."""
+        with self._fabric._lock:
+            num = len(self._wire) if max_writes is None else min(max_writes, len(self._wire))
+            for _ in range(num):
+                self._land(self._wire.popleft())
+            return num
+
+    def _target(self, peer: str) -> LoopbackBackend:
+        if peer not in self._peers:
+            raise TransferError(f"not connected: {peer!r}")
+        target = self._fabric._nodes.get(peer)
         if target is None:
-            self._done.append(Completion(transfer.id, "peer is gone", False))
-            return
-        moved, error = self._failures.popleft() if self._failures else (1.0, "")
-        runs = transfer.runs
-        count = round(runs.num_runs * moved)
-        for src, dst, nbytes in zip(
-            runs.src[:count].tolist(),
-            runs.dst[:count].tolist(),
-            runs.nbytes[:count].tolist(),
-            strict=True,
-        ):
-            ctypes.memmove(dst, src, nbytes)
-        if error:
-            self._done.append(Completion(transfer.id, error, False))
-            return
-        if self._num_lost:
-            self._num_lost -= 1
-        elif transfer.notification:
-            copies = 2 if self._num_doubled else 1
-            self._num_doubled -= copies - 1
-            target._inbox.extend([transfer.notification] * copies)
-        self._done.append(Completion(transfer.id))
+            raise TransferError(f"peer {peer!r} has left the fabric")
+        return target
 
-
-def _check(
-    addresses: np.ndarray, nbytes: np.ndarray, regions: list[MemoryRegion], side: str
-) -> None:
-    """Each run inside one registered region."""
-    if len(addresses) != len(nbytes):
-        raise TransferError(f"{side}: {len(addresses)} addresses for {len(nbytes)} lengths")
-    if not len(addresses):
-        return
-    ordered = sorted(regions, key=lambda region: region.address)
-    if not ordered:
-        raise TransferError(f"{side}: no memory is registered")
-    starts = np.array([region.address for region in ordered], np.uint64)
-    ends = np.array([region.end for region in ordered], np.uint64)
-    index = np.searchsorted(starts, addresses, side="right").astype(np.int64) - 1
-    inside = (index >= 0) & (addresses + nbytes <= ends[np.maximum(index, 0)])
-    if not inside.all():
-        bad = int(np.argmin(inside))
-        raise TransferError(
-            f"{side}: {int(nbytes[bad])} bytes at {int(addresses[bad]):#x} are not inside "
-            "one registered region"
+    def _fail(self, write: _Write) -> None:
+        _copy(write, self.faults.fail_after_runs)
+        write.failed = True
+        if self.faults.hold_landing and not self.faults.fail_quiet:
+            self._wire.append(write)
+        self._done.append(
+            Completion(write.transfer_id, self.faults.fail_error, self.faults.fail_quiet)
         )
+
+    def _land(self, write: _Write) -> None:
+        target = self._fabric._nodes.get(write.peer)
+        if target is None:
+            if not write.failed:
+                error = f"peer {write.peer!r} has left the fabric"
+                self._done.append(Completion(write.transfer_id, error))
+            return
+        _copy(write, write.runs.num_runs)
+        if not write.failed:
+            self._deliver(target, write.notification)
+            self._done.append(Completion(write.transfer_id))
+
+    def _deliver(self, target: LoopbackBackend, notification: bytes) -> None:
+        if not notification:
+            return
+        if self.faults.drop_notifications:
+            self.faults.drop_notifications -= 1
+            return
+        target._inbox.append(notification)
+        if self.faults.double_notifications:
+            self.faults.double_notifications -= 1
+            target._inbox.append(notification)
+
+
+def _copy(write: _Write, end: int) -> None:
+    """Land the runs up to `end` that have not landed yet."""
+    rows = slice(write.landed_runs, end)
+    src, dst, nbytes = (a[rows].tolist() for a in write.runs)
+    for s, d, n in zip(src, dst, nbytes, strict=True):
+        ctypes.memmove(d, s, n)
+    write.landed_runs += len(nbytes)

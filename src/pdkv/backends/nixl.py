@@ -1,40 +1,45 @@
-"""NIXL as a data plane: one-sided writes through UCX, over DRAM or VRAM.
+"""NIXL over UCX: one-sided writes over RDMA, TCP, or between the processes of one host.
 
-What this file deals with, so that nobody above has to (measured with NIXL 1.5.1):
+Host memory ("cpu") and CUDA memory ("cuda:N"), told apart by the registered region that holds a
+run. Refuses to know requests, heads, deadlines: NIXL has no cancellation and no liveness, a peer
+that is stopped or cut off leaves a transfer in flight without an error for as long as TCP likes,
+and whoever waits must bring the clock. Layer 4; nixl, loaded when a backend is constructed.
 
-* NIXL's progress thread spins on a whole core at its default delay of 0. It is kept, because a
-  target without one stops its writers whenever its engine doesn't poll, but with a delay of 1 ms
-  (it is woken by events all the same). NIXL's Python layer has no argument for the delay, so the
-  agent's configuration class is replaced while an agent is made.
-* The default thread mode is not safe; agents are made with STRICT.
-* A released handle goes on moving bytes, so a handle is kept until it settles. An exception after
-  a post proves nothing about what landed: the completion is not `quiet`, and the peer is dead.
-* Overlapping registrations break each other silently: they are refused here.
+Sets, where the environment does not: `UCX_MODULES=^efa` (UCX's EFA transport pulls in a second
+libnl, which crashes the process at its exit; on a host with EFA set it yourself) and
+`NIXL_LOG_LEVEL=WARN`. UCX reads its other `UCX_*` variables as usual, `UCX_NET_DEVICES` first of
+all: over TCP it listens on every interface.
 
-Disconnecting is no fence: over TCP bytes of a killed writer land later from this side's own
-sockets, and over shared memory (CMA) nothing was proven. `fenced_by_disconnect` is False.
+What ends an earlier write for certain (`fenced_by_disconnect` is False because of the first):
 
-Over CMA a post performs the copy inside the call, without the GIL: call it from a thread that may
-wait (a Node's own does). Over TCP and RDMA it returns at once.
+- TCP: nothing. Bytes of a killed writer sit in the target's own sockets, and the target applies
+  them when it next makes progress. `disconnect` proves nothing either.
+- CMA (processes of one host): the kernel copies inside the writer's `post` (measured, down to the
+  first post and with a stopped target), so a writer that returned from it, or is gone, writes no
+  more. Not so with num_threads: then long posts are copied by NIXL's threads.
+- RDMA: not measured here; treat it like TCP.
 
-Environment, set where it is not: UCX_MODULES=^efa (Debian's rdma packages beside NIXL's bundled
-ones crash the process at exit), NIXL_LOG_LEVEL=WARN. UCX listens on every interface unless
-UCX_NET_DEVICES says otherwise: set it yourself. Layer 4.
+A completion without error is proof on every transport: NIXL flushes the endpoint before it says
+DONE. NIXL sends the notification of a transfer only from the initiator's `poll`.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import itertools
 import os
-import threading
+import socket
 import uuid
-from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
+from pdkv.backends.nixl_agent import load_api, make_agent
+from pdkv.backends.nixl_memory import Memory, decode_metadata, encode_metadata, rows_by_segment
+from pdkv.backends.regions import check_runs
 from pdkv.errors import ConfigError, TransferError
 from pdkv.interfaces import BackendLimits, Capabilities, Completion
 from pdkv.layout import MemoryRegion
@@ -42,31 +47,39 @@ from pdkv.plan import Runs
 
 __all__ = ["NixlBackend"]
 
-_PROGRESS_DELAY_US = 1000
-_make_lock = threading.Lock()
+
+@dataclass(kw_only=True)
+class _Peer:
+    metadata: bytes
+    memory: Memory
+    error: str = ""
+    abandoned: list[Any] = field(default_factory=list)
 
 
-def _load_api() -> Any:
-    """NIXL's Python layer: through the meta package, or one of its builds alone."""
-    problems = []
-    for name in ("nixl_cu13._api", "nixl_cu12._api", "nixl._api"):
-        try:
-            return importlib.import_module(name)
-        except ImportError as error:
-            problems.append(f"{name}: {error}")
-    raise ConfigError(f"the backend nixl needs `pip install nixl` ({'; '.join(problems)})")
+@dataclass(kw_only=True)
+class _Transfer:
+    """`notification` is what is still to be sent by hand, when the handles are done."""
 
-
-@dataclass
-class _InFlight:
-    id: int
+    transfer_id: int
     peer: str
-    handle: Any
+    handles: list[Any]
+    notification: bytes = b""
 
 
 class NixlBackend:
-    """One NIXL agent. `engine` and `engine_params` choose NIXL's own backend and its parameters
-    (strings, such as {"num_threads": "2"}); UCX is the default."""
+    """One NIXL agent with UCX. Two nodes of one process may each have one.
+
+    name: start of the agent's name; a unique ending is always added, since NIXL refuses a second
+    life under a name that it knows.
+    num_threads: UCX workers that share posts of 1,024 runs and more (0: none).
+    transports: UCX_TLS of this agent alone, e.g. "tcp"; None leaves it to UCX and its variables.
+    progress_thread: turn it off only where somebody calls `poll` at least every few milliseconds,
+    always. progress_delay_us: how long that thread may sleep (rounded up to milliseconds).
+
+    After an error on a transfer its peer is dead: posts to it raise until `disconnect` and a new
+    `connect`. The handle of such a transfer is kept until then: released earlier it would still
+    write, out of sight.
+    """
 
     name = "nixl"
     capabilities = Capabilities(
@@ -76,228 +89,297 @@ class NixlBackend:
     def __init__(
         self,
         *,
-        engine: str = "UCX",
-        engine_params: dict[str, str] | None = None,
-        max_in_flight: int = 1024,
+        name: str = "",
+        num_threads: int = 0,
+        transports: str | None = None,
+        progress_thread: bool = True,
+        progress_delay_us: int = 1000,
+        limits: BackendLimits | None = None,
     ) -> None:
-        os.environ.setdefault("UCX_MODULES", "^efa")
-        os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-        self.limits = BackendLimits(max_in_flight=max_in_flight)
-        self._agent_name = f"pdkv-{os.getpid()}-{uuid.uuid4().hex}"
-        self._agent = _make_agent(self._agent_name, engine, engine_params or {})
-        self._registered: dict[MemoryRegion, Any] = {}
-        self._peers: dict[bytes, str] = {}
-        self._dead: set[str] = set()
-        self._in_flight: deque[_InFlight] = deque()
+        self.limits = limits or BackendLimits()
+        self.agent_name = f"{name or socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
+        self._agent: Any = make_agent(
+            load_api(),
+            self.agent_name,
+            progress_thread=progress_thread,
+            progress_delay_us=progress_delay_us,
+            params=_ucx_params(num_threads, transports),
+        )
+        self._memory = Memory()
+        self._peers: dict[str, _Peer] = {}
+        self._ids = itertools.count(1)
+        self._in_flight: dict[int, _Transfer] = {}
         self._done: list[Completion] = []
-        self._next_id = 0
-        self._is_closed = False
 
     def register(self, regions: Sequence[MemoryRegion]) -> None:
-        """Register each region once. TransferError for overlaps and for what NIXL refuses."""
-        for region in regions:
-            for other in self._registered:
-                same_device = other.device == region.device
-                if same_device and region.address < other.end and other.address < region.end:
-                    raise TransferError(f"region at {region.address:#x} overlaps a registered one")
-            kind, device_id = _device(region.device)
-            rows = [(region.address, region.nbytes, device_id, "")]
+        """Register memory, all of it or none; TransferError for memory that is registered."""
+        agent = self._open()
+        by_segment = rows_by_segment(regions)
+        self._memory.table.add(regions)
+        registered: list[Any] = []
+        try:
             with _translated("register"):
-                self._registered[region] = self._agent.register_memory(rows, kind)
+                for segment, rows in by_segment.items():
+                    registered.append(agent.register_memory(rows, segment))
+        except TransferError:
+            self._memory.table.remove(regions)
+            for descriptors in registered:
+                agent.deregister_memory(descriptors)
+            raise
+        self._memory.refresh()
 
     def deregister(self, regions: Sequence[MemoryRegion]) -> None:
-        """Take memory back. Peers that hold older metadata can still write to it."""
-        for region in regions:
-            handle = self._registered.pop(region, None)
-            if handle is None:
-                raise TransferError(f"region at {region.address:#x} is not registered")
-            with _translated("deregister"):
-                self._agent.deregister_memory(handle)
+        """Take memory back. Peers that know it can still write to it: unmap nothing while any may.
+
+        A TCP write into unmapped memory crashes this process.
+        """
+        agent = self._open()
+        self._memory.table.remove(regions)
+        self._memory.refresh()
+        with _translated("deregister"):
+            for segment, rows in rows_by_segment(regions).items():
+                agent.deregister_memory(agent.get_reg_descs(rows, segment))
 
     def metadata(self) -> bytes:
-        """The agent's metadata, its registrations included: some 44 bytes a region."""
+        """NIXL's metadata and the list of regions; about 0.5 kB and 70 bytes a region."""
         with _translated("metadata"):
-            return bytes(self._agent.get_agent_metadata())
+            blob = self._open().get_agent_metadata()
+        return encode_metadata(self.agent_name, self._memory, blob)
 
     def connect(self, metadata: bytes) -> str:
-        """Load a peer's metadata; returns its agent name."""
-        known = self._peers.get(metadata)
-        if known is not None and known not in self._dead:
-            return known
+        """Load a peer's metadata. New metadata of a known peer replaces what was known."""
+        agent = self._open()
+        name, memory, blob = decode_metadata(metadata)
+        known = self._peers.get(name)
+        if known is not None:
+            self._alive(name)
+            if known.metadata == metadata:
+                return name
         with _translated("connect"):
-            name = self._agent.add_remote_agent(metadata)
-        peer = name.decode() if isinstance(name, bytes) else str(name)
-        if peer == self._agent_name:
-            raise TransferError("a backend can't write to itself")
-        self._peers[metadata] = peer
-        self._dead.discard(peer)
-        return peer
+            loaded = agent.add_remote_agent(blob)
+        loaded = loaded.decode() if isinstance(loaded, bytes) else loaded
+        if loaded != name:
+            # Taking it back could hit a peer that is connected under that name, so it stays.
+            raise TransferError(f"metadata of {loaded!r} under the name {name!r}")
+        if known is None:
+            self._peers[name] = _Peer(metadata=metadata, memory=memory)
+        else:
+            known.metadata, known.memory = metadata, memory
+        return name
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer's metadata. While something is in flight to it, that would lose its end."""
-        if any(transfer.peer == peer for transfer in self._in_flight):
-            raise TransferError(f"transfers to {peer} are in flight")
-        known = [metadata for metadata, name in self._peers.items() if name == peer]
-        for metadata in known:
-            del self._peers[metadata]
-        if known:
-            self._dead.discard(peer)
+        """Forget a peer. Proof of nothing: see the module's docstring.
+
+        TransferError while transfers to it are in flight: NIXL would lose their completions and
+        go on moving their data.
+        """
+        if any(t.peer == peer for t in self._in_flight.values()):
+            raise TransferError(f"transfers to {peer!r} are in flight")
+        known = self._peers.pop(peer, None)
+        if known is not None:
+            for handle in known.abandoned:
+                self._release(handle)
             with _translated("disconnect"):
                 self._agent.remove_remote_agent(peer)
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
-        """Write the runs, then the notification. None while `max_in_flight` is reached."""
-        if peer not in self._peers.values() or peer in self._dead:
-            raise TransferError(f"peer {peer} is not connected")
-        if len(self._in_flight) >= self.limits.max_in_flight:
+        """Start a write. Over CMA the whole copy happens in this call, without the GIL."""
+        self._open()
+        known = self._alive(peer)
+        check_runs(runs, self.limits)
+        src = self._memory.table.locate(runs.src, runs.nbytes, "src")
+        dst = known.memory.table.locate(runs.dst, runs.nbytes, "dst")
+        if len(self._in_flight) + len(self._done) >= self.limits.max_in_flight:
             return None
-        transfer_id = self._next_id = self._next_id + 1
         if not runs.num_runs:
             self.notify(peer, notification)
+            transfer_id = next(self._ids)
             self._done.append(Completion(transfer_id))
             return transfer_id
-        with _translated("post"):
-            local = self._describe(runs.src, runs.nbytes, self._device_of(int(runs.src[0])))
-            remote = self._describe(runs.dst, runs.nbytes, ("DRAM", 0))
-            handle = self._agent.initialize_xfer("WRITE", local, remote, peer, notification)
-        transfer = _InFlight(transfer_id, peer, handle)
-        try:
-            state = self._agent.transfer(handle)
-        except Exception as error:  # from here on parts of it may have landed
-            self._fail(transfer, error)
-            return transfer_id
-        if state == "DONE":
-            self._finish(transfer)
-        else:
-            self._in_flight.append(transfer)
-        return transfer_id
+        transfer = self._prepare(peer, runs, src, dst, notification)
+        self._in_flight[transfer.transfer_id] = transfer
+        self._start(transfer)
+        return transfer.transfer_id
 
     def poll(self) -> Sequence[Completion]:
-        """Look at every transfer in flight; NIXL sends their notifications from here."""
-        for _ in range(len(self._in_flight)):
-            transfer = self._in_flight.popleft()
-            try:
-                state = self._agent.check_xfer_state(transfer.handle)
-            except Exception as error:
-                self._fail(transfer, error)
-                continue
-            if state == "DONE":
-                self._finish(transfer)
-            elif state == "PROC":
-                self._in_flight.append(transfer)
-            else:
-                self._fail(transfer, TransferError(f"state {state}"))
+        """Ask after everything in flight; this is also what sends notifications."""
+        for transfer in list(self._in_flight.values()):
+            self._check(transfer)
         done, self._done = self._done, []
         return done
 
     def notifications(self) -> Sequence[bytes]:
-        """What arrived, of all peers. A sender's name in NIXL is not authenticated: not used."""
+        """What arrived, in order per peer. Who sent it must be in it: NIXL's word is no proof."""
         with _translated("notifications"):
-            arrived = self._agent.get_new_notifs()
-        return [note for notes in arrived.values() for note in notes]
+            arrived = self._open().get_new_notifs()
+        return [n for from_one_peer in arrived.values() for n in from_one_peer]
 
     def notify(self, peer: str, notification: bytes) -> None:
-        """A notification without data."""
-        if notification:
+        """Send a notification alone; an empty one is none."""
+        known = self._alive(peer)
+        if not notification:
+            return
+        try:
             with _translated("notify"):
-                self._agent.send_notif(peer, notification)
+                self._open().send_notif(peer, notification)
+        except TransferError as e:
+            known.error = str(e)
+            raise
 
     def close(self) -> None:
-        """Release what is settled and end the agent. Bytes in flight are on their own."""
-        if self._is_closed:
+        """Release handles, peers and memory, and end NIXL's threads."""
+        if self._agent is None:
             return
-        self._is_closed = True
-        for handle in self._registered.values():
-            self._quietly(self._agent.deregister_memory, handle)
-        for peer in set(self._peers.values()):
-            self._quietly(self._agent.remove_remote_agent, peer)
-        self._registered.clear()
-        self._peers.clear()
+        for transfer in self._in_flight.values():
+            self._peers[transfer.peer].abandoned += transfer.handles
         self._in_flight.clear()
-        del self._agent
+        self._done.clear()
+        for peer in list(self._peers):
+            with contextlib.suppress(TransferError):
+                self.disconnect(peer)
+        with contextlib.suppress(TransferError):
+            self.deregister(self._memory.table.regions)
+        self._agent = None
 
-    def _describe(self, addresses: Any, nbytes: Any, device: tuple[str, int]) -> Any:
-        kind, device_id = device
-        rows = np.empty((len(addresses), 3), np.uint64)
-        rows[:, 0], rows[:, 1], rows[:, 2] = addresses, nbytes, device_id
-        return self._agent.get_xfer_descs(rows, kind)
+    def _open(self) -> Any:
+        if self._agent is None:
+            raise TransferError("this backend is closed")
+        return self._agent
 
-    def _device_of(self, address: int) -> tuple[str, int]:
-        for region in self._registered:
-            if region.address <= address < region.end:
-                return _device(region.device)
-        raise TransferError(f"local address {address:#x} is not registered")
+    def _alive(self, peer: str) -> _Peer:
+        known = self._peers.get(peer)
+        if known is None:
+            raise TransferError(f"not connected: {peer!r}")
+        if known.error:
+            raise TransferError(f"peer {peer!r} failed earlier: {known.error}")
+        return known
 
-    def _finish(self, transfer: _InFlight) -> None:
-        self._quietly(self._agent.release_xfer_handle, transfer.handle)
-        self._done.append(Completion(transfer.id))
+    def _prepare(
+        self,
+        peer: str,
+        runs: Runs,
+        src: npt.NDArray[np.intp],
+        dst: npt.NDArray[np.intp],
+        notification: bytes,
+    ) -> _Transfer:
+        """Handles for the runs: one, or one for each pair of memory kinds among them.
 
-    def _fail(self, transfer: _InFlight, error: Exception) -> None:
-        """The endpoint to this peer is dead for good; what landed is unknown."""
-        self._dead.add(transfer.peer)
-        text = f"{type(error).__name__}: {error}"
-        self._done.append(Completion(transfer.id, text, quiet=False))
-
-    @staticmethod
-    def _quietly(call: Any, *args: Any) -> None:
-        """Give something back to NIXL, whose refusal changes nothing any more."""
+        A NIXL list has one kind of memory. With several handles none may carry the notification,
+        because only all of them together are the data.
+        """
+        local, remote = self._memory, self._peers[peer].memory
+        local_rows = local.descriptors(runs.src, runs.nbytes, src)
+        remote_rows = remote.descriptors(runs.dst, runs.nbytes, dst)
+        transfer = _Transfer(transfer_id=next(self._ids), peer=peer, handles=[])
+        groups: list[tuple[str, str, Any]] = [(local.segment, remote.segment, slice(None))]
+        if not (local.segment and remote.segment):
+            groups = _split(local.is_vram[src], remote.is_vram[dst])
+        if len(groups) > 1:
+            transfer.notification, notification = notification, b""
+        describe = self._agent.get_xfer_descs
         try:
-            call(*args)
-        except Exception as error:
-            del error
+            with _translated("post"):
+                for src_segment, dst_segment, rows in groups:
+                    handle = self._agent.initialize_xfer(
+                        "WRITE",
+                        describe(local_rows[rows], src_segment),
+                        describe(remote_rows[rows], dst_segment),
+                        peer,
+                        notification,
+                    )
+                    transfer.handles.append(handle)
+        except TransferError:
+            for handle in transfer.handles:
+                self._release(handle)
+            raise
+        return transfer
 
-
-class _translated:  # noqa: N801 - reads as a clause at its uses
-    """NIXL's exceptions share no base but Exception: here they become TransferError."""
-
-    def __init__(self, what: str) -> None:
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, TransferError):
-            text = f"nixl could not {self._what}: {type(error).__name__}: {error}"
-            raise TransferError(text) from error
-
-
-def _device(device: str) -> tuple[str, int]:
-    """NIXL's memory type and device id of a torch device string."""
-    kind, _, index = device.partition(":")
-    return ("DRAM", 0) if kind == "cpu" else ("VRAM", int(index or 0))
-
-
-def _make_agent(name: str, engine: str, params: dict[str, str]) -> Any:
-    api = _load_api()
-    binding = api.nixlBind
-
-    class Config(binding.nixlAgentConfig):  # type: ignore[misc,name-defined]
-        """The binding's configuration with a progress delay that does not spin."""
-
-        @property
-        def pthrDelay(self) -> Any:  # noqa: N802 - the binding's name
-            return binding.nixlAgentConfig.pthrDelay.__get__(self)
-
-        @pthrDelay.setter
-        def pthrDelay(self, _: int) -> None:  # noqa: N802
-            binding.nixlAgentConfig.pthrDelay.__set__(self, _PROGRESS_DELAY_US)
-
-    class Binding:
-        """The binding module with that configuration in it."""
-
-        nixlAgentConfig = Config  # noqa: N815
-
-        def __getattr__(self, attribute: str) -> Any:
-            return getattr(binding, attribute)
-
-    strict = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT
-    config = api.nixl_agent_config(backends=[], sync_mode=strict)
-    with _make_lock, _translated("make an agent"):
-        api.nixlBind = Binding()
+    def _start(self, transfer: _Transfer) -> None:
+        done = []
         try:
-            agent = api.nixl_agent(name, config)
-        finally:
-            api.nixlBind = binding
-        agent.create_backend(engine, params)
-    return agent
+            for handle in transfer.handles:
+                status = self._agent.transfer(handle)
+                if status == "DONE":
+                    done.append(handle)
+                elif status != "PROC":
+                    raise TransferError(f"NIXL says {status}")
+        except Exception as e:  # NIXL's errors have no common base but this one
+            self._fail(transfer, e)
+        else:
+            self._settle(transfer, done)
+
+    def _check(self, transfer: _Transfer) -> None:
+        done = []
+        try:
+            for handle in transfer.handles:
+                status = self._agent.check_xfer_state(handle)
+                if status == "DONE":
+                    done.append(handle)
+                elif status != "PROC":
+                    raise TransferError(f"NIXL says {status}")
+        except Exception as e:  # as in _start
+            self._fail(transfer, e)
+        else:
+            if done:
+                self._settle(transfer, done)
+
+    def _settle(self, transfer: _Transfer, done: list[Any]) -> None:
+        """Drop the handles that are done; when none is left the transfer has ended."""
+        for handle in done:
+            transfer.handles.remove(handle)
+            self._release(handle)
+        if transfer.handles:
+            return
+        del self._in_flight[transfer.transfer_id]
+        error = ""
+        if transfer.notification:
+            try:
+                self.notify(transfer.peer, transfer.notification)
+            except TransferError as e:
+                error = str(e)
+        self._done.append(Completion(transfer.transfer_id, error))
+
+    def _fail(self, transfer: _Transfer, cause: Exception) -> None:
+        """An exception says nothing of what was posted before it: unsettled, and a dead peer."""
+        error = f"{type(cause).__name__}: {cause}"
+        del self._in_flight[transfer.transfer_id]
+        peer = self._peers[transfer.peer]
+        peer.error = peer.error or error
+        peer.abandoned += transfer.handles
+        self._done.append(Completion(transfer.transfer_id, error, quiet=False))
+
+    def _release(self, handle: Any) -> None:
+        # NIXL keeps what it could not release and tries again when the agent ends.
+        with contextlib.suppress(Exception):
+            self._agent.release_xfer_handle(handle)
+
+
+def _split(
+    src_is_vram: npt.NDArray[np.bool_], dst_is_vram: npt.NDArray[np.bool_]
+) -> list[tuple[str, str, Any]]:
+    """(kind of memory at src, at dst, which rows) for each pair of kinds that is present."""
+    kinds = 2 * src_is_vram.astype(np.intp) + dst_is_vram
+    segments = ("DRAM", "VRAM")
+    return [(segments[k // 2], segments[k % 2], kinds == k) for k in np.unique(kinds).tolist()]
+
+
+@contextlib.contextmanager
+def _translated(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TransferError:
+        raise
+    except Exception as e:  # NIXL's errors have no common base but this one
+        raise TransferError(f"NIXL refused to {what}: {type(e).__name__}: {e}") from e
+
+
+def _ucx_params(num_threads: int, transports: str | None) -> dict[str, str]:
+    params = {"num_threads": str(num_threads)} if num_threads else {}
+    if transports is not None:
+        if "," in transports:
+            raise ConfigError(
+                f"transports={transports!r}: NIXL cuts its settings at commas and would drop all "
+                "but the first; set UCX_TLS for a list"
+            )
+        params["engine_config"] = f"TLS={transports}"
+    return params

@@ -1,7 +1,9 @@
 """A control plane inside one process: for tests, simulators, and engines that share a process.
 
-A `MemoryNetwork` delivers at once, unless a test holds or cuts the way between two addresses.
-Layer 4, standard library only.
+A `MemoryNetwork` delivers at once and in order, unless somebody holds, drops or cuts the way
+between two addresses. It has no clock and no random source: when what arrives is the caller's.
+
+Refuses to know what is in a frame. Layer 4, standard library only.
 """
 
 from __future__ import annotations
@@ -14,66 +16,122 @@ from pdkv.errors import ConfigError
 
 __all__ = ["MemoryControl", "MemoryNetwork"]
 
+Way = tuple[str, str]
+"""One direction: from an address, to an address."""
+
 
 class MemoryNetwork:
-    """All channels of one process, by address, and the faults between them."""
+    """All channels of one process, by address, and the faults between them.
 
-    def __init__(self) -> None:
+    `capacity`: frames that one way, or one receiver, keeps before `send` answers False.
+    Calls may come from several threads; a lock makes each of them atomic, so that no frame
+    overtakes those whose hold is just ending.
+    """
+
+    def __init__(self, *, capacity: int = 1 << 16) -> None:
+        if capacity < 1:
+            raise ConfigError(f"capacity must be positive, got {capacity}")
+        self.capacity = capacity
+        self.num_dropped: defaultdict[Way, int] = defaultdict(int)
         self._channels: dict[str, MemoryControl] = {}
-        self._held: dict[tuple[str, str], deque[bytes]] = {}
-        self._cut: set[tuple[str, str]] = set()
-        self.num_dropped: defaultdict[tuple[str, str], int] = defaultdict(int)
+        self._held: dict[Way, deque[bytes]] = {}
+        self._cut: set[Way] = set()
+        self._lock = threading.RLock()
 
-    def hold(self, source: str, target: str) -> None:
-        """Keep frames of this direction until `deliver`."""
-        self._held.setdefault((source, target), deque())
+    def hold(self, src: str, dst: str) -> None:
+        """Keep frames of this direction, in order, until `deliver` or `drop`."""
+        with self._lock:
+            self._held.setdefault((src, dst), deque())
 
-    def deliver(self, source: str, target: str, count: int | None = None) -> int:
-        """Let held frames through, the oldest `count` or all; all also ends the hold."""
-        held = self._held.get((source, target), deque())
-        wanted = len(held) if count is None else min(count, len(held))
-        for _ in range(wanted):
-            self._put(source, target, held.popleft())
-        if count is None:
-            self._held.pop((source, target), None)
-        return wanted
+    def held(self, src: str, dst: str) -> tuple[bytes, ...]:
+        """The frames that are being held, oldest first."""
+        with self._lock:
+            return tuple(self._held.get((src, dst), ()))
 
-    def cut(self, source: str, target: str) -> None:
+    def deliver(self, src: str, dst: str, num: int | None = None) -> int:
+        """Let held frames through: the oldest `num`, or all, which also ends the hold."""
+        with self._lock:
+            frames = self._take(src, dst, num)
+            for frame in frames:
+                self._put((src, dst), frame)
+            return len(frames)
+
+    def drop(self, src: str, dst: str, num: int | None = None) -> int:
+        """Lose held frames: the oldest `num`, or all, which also ends the hold."""
+        with self._lock:
+            frames = self._take(src, dst, num)
+            self.num_dropped[src, dst] += len(frames)
+            return len(frames)
+
+    def cut(self, src: str, dst: str) -> None:
         """Lose every frame of this direction until `heal`."""
-        self._cut.add((source, target))
+        with self._lock:
+            self._cut.add((src, dst))
 
-    def heal(self, source: str, target: str) -> None:
+    def heal(self, src: str, dst: str) -> None:
         """End a cut."""
-        self._cut.discard((source, target))
+        with self._lock:
+            self._cut.discard((src, dst))
+
+    def partition(self, *groups: Sequence[str]) -> None:
+        """Cut every way between addresses of different groups; () heals all cuts.
+
+        Replaces the cuts that were there. Addresses in no group reach everybody.
+        """
+        with self._lock:
+            self._cut = {
+                (src, dst)
+                for mine in groups
+                for theirs in groups
+                if mine is not theirs
+                for src in mine
+                for dst in theirs
+            }
 
     def attach(self, channel: MemoryControl) -> None:
         """Give a channel its address; the one before at that address is gone."""
-        self._channels[channel.address] = channel
+        with self._lock:
+            self._channels[channel.address] = channel
 
     def detach(self, channel: MemoryControl) -> None:
         """Take a channel off the network."""
-        if self._channels.get(channel.address) is channel:
-            del self._channels[channel.address]
+        with self._lock:
+            if self._channels.get(channel.address) is channel:
+                del self._channels[channel.address]
 
-    def carry(self, source: str, target: str, frame: bytes) -> None:
-        """One frame on its way."""
-        if (source, target) in self._cut:
-            self.num_dropped[source, target] += 1
-        elif (source, target) in self._held:
-            self._held[source, target].append(frame)
-        else:
-            self._put(source, target, frame)
+    def carry(self, src: str, dst: str, frame: bytes) -> bool:
+        """One frame on its way; False when the way is full."""
+        with self._lock:
+            way = (src, dst)
+            if way in self._cut:
+                self.num_dropped[way] += 1
+                return True
+            held = self._held.get(way)
+            if held is None:
+                return self._put(way, frame)
+            if len(held) >= self.capacity:
+                return False
+            held.append(frame)
+            return True
 
-    def _put(self, source: str, target: str, frame: bytes) -> None:
-        channel = self._channels.get(target)
+    def _take(self, src: str, dst: str, num: int | None) -> list[bytes]:
+        held = self._held.get((src, dst), deque())
+        if num is None:
+            self._held.pop((src, dst), None)
+            return list(held)
+        return [held.popleft() for _ in range(min(num, len(held)))]
+
+    def _put(self, way: Way, frame: bytes) -> bool:
+        # To nobody: the frame is lost, as on a real network. The sender can't tell.
+        channel = self._channels.get(way[1])
         if channel is None:
-            self.num_dropped[source, target] += 1
-        else:
-            channel.put(frame)
+            self.num_dropped[way] += 1
+            return True
+        return channel.put(frame, self.capacity)
 
 
 class MemoryControl:
-    """One node's end of a MemoryNetwork."""
+    """One node's end of a MemoryNetwork. After `close` it sends and receives nothing."""
 
     def __init__(self, network: MemoryNetwork, address: str) -> None:
         if not address:
@@ -81,6 +139,7 @@ class MemoryControl:
         self._network = network
         self._address = address
         self._frames: deque[bytes] = deque()
+        self._is_closed = False
         self._arrived = threading.Event()
         network.attach(self)
 
@@ -90,35 +149,39 @@ class MemoryControl:
         return self._address
 
     def send(self, address: str, frame: bytes) -> bool:
-        """Hand a frame to the network; always accepted."""
-        self._network.carry(self._address, address, frame)
-        return True
+        """Hand a frame to the network; False when the way there is full."""
+        return not self._is_closed and self._network.carry(self._address, address, frame)
 
     def receive(self, max_frames: int) -> Sequence[bytes]:
         """Frames that arrived, oldest first."""
-        frames: list[bytes] = []
-        while self._frames and len(frames) < max_frames:
-            frames.append(self._frames.popleft())
-        return frames
+        num = min(max_frames, len(self._frames))
+        return [self._frames.popleft() for _ in range(num)]
 
-    def put(self, frame: bytes) -> None:
-        """A frame arrives (called by the network)."""
+    def put(self, frame: bytes, capacity: int) -> bool:
+        """A frame arrives (called by the network, from the sender's thread)."""
+        if len(self._frames) >= capacity:
+            return False
         self._frames.append(frame)
         self._arrived.set()
+        return True
 
     def wait(self, timeout_s: float) -> None:
         """Block until a frame is here, `wake`, or the time is over."""
-        if not self._frames:
-            self._arrived.wait(timeout_s)
+        if not self._frames and not self._is_closed:
+            self._arrived.wait(max(timeout_s, 0.0))
+        # What came since is in `_frames`, and the next wait looks there first.
         self._arrived.clear()
 
     def wake(self) -> None:
-        """End a `wait`."""
+        """End a `wait`, or the next one. Any thread."""
         self._arrived.set()
 
     def forget(self, address: str) -> None:
-        """Nothing to close."""
+        """Nothing to close: there is no socket."""
 
     def close(self) -> None:
-        """Leave the network."""
+        """Leave the network; what was not received is lost. Idempotent."""
+        self._is_closed = True
         self._network.detach(self)
+        self._frames.clear()
+        self._arrived.set()

@@ -1,13 +1,23 @@
 """The control plane over ZeroMQ: one bound socket per node, one outgoing socket per peer.
 
 Sockets grow with peers, never with requests. Nothing blocks: a full queue refuses the frame, and
-a peer that can't be reached costs no more than its queue. `send` and `receive` belong to one
-thread; `wake` may come from any, through a pipe that is no ZeroMQ socket. Layer 4.
+a peer that can't be reached costs no more than its queue. `send`, `receive`, `wait`, `forget`
+and `close` belong to one thread; `wake` may come from any, through a pipe that is no ZeroMQ
+socket.
+
+Frames queue for a peer that is not connected (yet, or again): ZMQ_IMMEDIATE would refuse every
+first frame and lose a queue at each reconnect. What was queued for a former life of the peer
+reaches the new one, which tells it by the incarnation in the frame. Frames that were on the wire
+when a connection broke are lost.
+
+Refuses to know what is in a frame and who may send one: it neither encrypts nor authenticates, so
+bind it to a network that you trust. Layer 4, pyzmq.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import select
 import threading
@@ -15,18 +25,26 @@ from collections.abc import Sequence
 
 import zmq
 
-from pdkv.errors import ConfigError, TransferError
+from pdkv.errors import ConfigError, LocalProtocolError, TransferError
 
 __all__ = ["ZmqControl"]
+
+_SCHEMES = ("tcp://", "ipc://")
+_EVERYWHERE = ("tcp://0.0.0.0:", "tcp://[::]:")
+_FD_SETSIZE = 1024  # of select(): descriptors above need poll(), which counts milliseconds
+_MAX_SOCKETS = 65_535
+_MAX_WAIT_S = 3_600.0
 
 
 class ZmqControl:
     """Frames over TCP (or ipc).
 
-    `bind`: where to listen, with an explicit interface; port 0 or `*` picks one.
-    `advertise`: what peers are told, needed when `bind` names all interfaces.
-    `high_water_mark`: frames that wait per peer before `send` answers False.
-    `max_frame_nbytes`: larger ones are refused by the socket, and the connection is dropped.
+    `bind`: where to listen, with an explicit interface; port 0 picks one. Listening on all
+    interfaces needs `advertise`, the address that peers are told; its port 0 stands for the port
+    that was picked. Peers' addresses are best numeric: a name is looked up by the one I/O thread.
+    `high_water_mark`: frames that wait per peer, on either side, before `send` answers False.
+    `max_frame_nbytes`: `send` raises for larger frames; received ones are dropped and counted in
+    `num_oversized` up to twice that size; above, the connection is closed before memory is taken.
     """
 
     def __init__(
@@ -37,33 +55,61 @@ class ZmqControl:
         high_water_mark: int = 10_000,
         max_frame_nbytes: int = 65 << 20,
     ) -> None:
-        if ("//0.0.0.0" in bind or "//*" in bind or "//[::]" in bind) and not advertise:
-            raise ConfigError(f"{bind} listens on every interface: say what to advertise")
-        self._context = zmq.Context()
+        if high_water_mark < 1 or max_frame_nbytes < 1:
+            raise ConfigError(f"{high_water_mark=} and {max_frame_nbytes=} must be positive")
         self._high_water_mark = high_water_mark
+        self._max_frame_nbytes = max_frame_nbytes
+        self.num_oversized = 0
+        self.num_malformed = 0
         self._peers: dict[str, zmq.Socket[bytes]] = {}
-        self._closed = False
+        self._is_closed = False
         self._wake_lock = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
+        self._context = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._inbound = self._context.socket(zmq.PULL)
-        self._inbound.setsockopt(zmq.LINGER, 0)
-        self._inbound.setsockopt(zmq.RCVHWM, 0)
-        self._inbound.setsockopt(zmq.MAXMSGSIZE, max_frame_nbytes)
+        try:
+            self._address = self._listen(bind, advertise)
+        except BaseException:
+            self.close()
+            raise
+        fd = self._inbound.getsockopt(zmq.FD)
+        assert isinstance(fd, int)
+        self._fds = (fd, self._wake_read)
+        self._poll = select.poll()
+        for each in self._fds:
+            self._poll.register(each, select.POLLIN)
+
+    def _listen(self, bind: str, advertise: str) -> str:
+        """Bind the inbound socket; returns the address that peers are told."""
+        self._set_up(self._inbound, zmq.RCVHWM)
+        self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_frame_nbytes)
         try:
             self._inbound.bind(bind)
         except zmq.ZMQError as error:
-            self.close()
             raise ConfigError(f"can't listen on {bind}: {error}") from None
         bound = self._inbound.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
-        self._address = advertise or bound.rstrip(b"\0").decode()
-        fd = self._inbound.getsockopt(zmq.FD)
-        assert isinstance(fd, int)
-        self._poll = select.poll()
-        self._poll.register(fd, select.POLLIN)
-        self._poll.register(self._wake_read, select.POLLIN)
+        address = bound.rstrip(b"\0").decode()
+        if not advertise:
+            if address.startswith(_EVERYWHERE):
+                raise ConfigError(f"{bind} listens on every interface: say what to advertise")
+            return address
+        if not advertise.startswith(_SCHEMES) or advertise.startswith(_EVERYWHERE):
+            raise ConfigError(f"no peer can send to {advertise!r}")
+        host, _, port = advertise.rpartition(":")
+        return f"{host}:{address.rpartition(':')[2]}" if port in ("0", "*") else advertise
+
+    def _set_up(self, socket: zmq.Socket[bytes], high_water_mark: int) -> None:
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(high_water_mark, self._high_water_mark)
+        # A host that vanishes closes nothing: the kernel's probes give its descriptors back.
+        socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, 30)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, 10)
+        socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, 3)
 
     @property
     def address(self) -> str:
@@ -73,13 +119,20 @@ class ZmqControl:
     @property
     def num_sockets(self) -> int:
         """Sockets in use: one that listens, and one per peer."""
-        return 1 + len(self._peers)
+        return 0 if self._is_closed else 1 + len(self._peers)
 
     def send(self, address: str, frame: bytes) -> bool:
-        """Queue a frame for an address; False when its queue is full.
+        """Queue a frame for an address; False when its queue is full, or after `close`.
 
-        Raises TransferError for an address that is no endpoint.
+        Raises TransferError for an address that is no endpoint or when the process is out of
+        sockets, LocalProtocolError for a frame above `max_frame_nbytes`.
         """
+        if len(frame) > self._max_frame_nbytes:
+            raise LocalProtocolError(
+                f"frame of {len(frame)} bytes, the limit is {self._max_frame_nbytes}"
+            )
+        if self._is_closed:
+            return False
         socket = self._peers.get(address) or self._connect(address)
         try:
             socket.send(frame, zmq.DONTWAIT)
@@ -90,52 +143,73 @@ class ZmqControl:
         return True
 
     def _connect(self, address: str) -> zmq.Socket[bytes]:
-        socket = self._context.socket(zmq.PUSH)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.SNDHWM, self._high_water_mark)
-        socket.setsockopt(zmq.RECONNECT_IVL, 50)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
+        if not address.startswith(_SCHEMES):
+            raise TransferError(f"can't send to {address!r}: not one of {_SCHEMES}")
+        socket: zmq.Socket[bytes] | None = None
         try:
+            socket = self._context.socket(zmq.PUSH)
+            self._set_up(socket, zmq.SNDHWM)
+            socket.setsockopt(zmq.RECONNECT_IVL, 50)
+            socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
             socket.connect(address)
         except zmq.ZMQError as error:
-            socket.close(0)
+            if socket is not None:
+                socket.close(0)
             raise TransferError(f"can't send to {address}: {error}") from None
         self._peers[address] = socket
         return socket
 
     def receive(self, max_frames: int) -> Sequence[bytes]:
-        """Frames that arrived, oldest first."""
+        """Frames that arrived, oldest first. What no node sends is dropped and counted."""
         frames: list[bytes] = []
-        while len(frames) < max_frames:
+        if self._is_closed:
+            return frames
+        for _ in range(max_frames):
             try:
                 parts = self._inbound.recv_multipart(zmq.DONTWAIT)
             except zmq.Again:
                 break
-            # A peer of ours sends one part; what else comes is handed on and fails to decode.
-            frames.extend(parts[:1])
+            if len(parts) != 1:
+                self.num_malformed += 1
+            elif len(parts[0]) > self._max_frame_nbytes:
+                self.num_oversized += 1
+            else:
+                frames.append(parts[0])
         return frames
 
     def wait(self, timeout_s: float) -> None:
-        """Block until something may have arrived, `wake`, or the time is over (rounded up to
-        whole milliseconds). May return early."""
-        events = self._inbound.getsockopt(zmq.EVENTS)
-        assert isinstance(events, int)
-        if events & zmq.POLLIN:
+        """Block until something may have arrived, `wake`, or the time is over.
+
+        May return early, and does after an hour. A timeout below a millisecond is kept as it is
+        while this channel's descriptors are below 1024, and rounded up to a millisecond
+        otherwise; zero or less only looks.
+        """
+        # ZeroMQ's descriptor tells of changes only: what is there already must be asked for.
+        if self._is_closed or self._has_arrived():
             return
-        self._poll.poll(max(1, round(timeout_s * 1000)))
+        timeout_s = min(max(timeout_s, 0.0), _MAX_WAIT_S)
+        if timeout_s < 0.001 and max(self._fds) < _FD_SETSIZE:
+            select.select(self._fds, (), (), timeout_s)
+        else:
+            self._poll.poll(math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
 
+    def _has_arrived(self) -> bool:
+        events = self._inbound.getsockopt(zmq.EVENTS)
+        assert isinstance(events, int)
+        return bool(events & zmq.POLLIN)
+
     def wake(self) -> None:
-        """End a `wait`. Any thread."""
+        """End a `wait`, or the next one. Any thread, also after `close`."""
         with self._wake_lock:
-            if not self._closed:
+            if not self._is_closed:
                 # A full pipe will wake whoever waits.
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wake_write, b"w")
 
     def forget(self, address: str) -> None:
-        """Close the way to an address."""
+        """Close the way to an address, dropping what was not sent. Unknown ones are ignored."""
         socket = self._peers.pop(address, None)
         if socket is not None:
             socket.close(0)
@@ -143,12 +217,12 @@ class ZmqControl:
     def close(self) -> None:
         """Close all sockets at once; what was not sent is lost. Idempotent."""
         with self._wake_lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
+            os.close(self._wake_read)
+            os.close(self._wake_write)
         for address in list(self._peers):
             self.forget(address)
         self._inbound.close(0)
         self._context.term()
-        os.close(self._wake_read)
-        os.close(self._wake_write)

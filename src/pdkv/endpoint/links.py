@@ -10,7 +10,7 @@ from collections import Counter, deque
 
 from pdkv.endpoint.events import Refusal
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
-from pdkv.errors import ConfigError, LayoutMismatch, PdkvError
+from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
@@ -234,8 +234,17 @@ class Links:
         for peer in self.peers:
             if peer.state not in dead or peer.requests:
                 continue
-            if peer.backend_key:
-                self._backend.disconnect(peer.backend_key)
+            if peer.backend_key and not self._disconnect(peer):
+                continue
             if not any(p.address == peer.address and p is not peer for p in self.peers):
                 self._control.forget(peer.address)
             self.peers.remove(peer)
+
+    def _disconnect(self, peer: Peer) -> bool:
+        """Let the backend forget a peer; False while it has a write in flight there, or can't."""
+        try:
+            self._backend.disconnect(peer.backend_key)
+        except TransferError as error:
+            _log.debug("peer %s stays: %s", peer.address, error)
+            return False
+        return True

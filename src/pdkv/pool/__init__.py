@@ -1,1 +1,45 @@
-"""Memory that pdkv offers to engines: pages, request slots, KV tensors, aux rows. Never imposed."""
+"""Memory that pdkv offers to engines: pages, request slots, KV tensors, aux rows. Never imposed.
+
+Names load on first use, so that `from pdkv.pool import PageAllocator` needs no torch. Layer 3;
+`pages` alone is layer 2.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pdkv.pool.aux import AuxBuffers, Stamp
+    from pdkv.pool.kv import KVPool
+    from pdkv.pool.pages import PageAllocator
+    from pdkv.pool.req_to_token import DecodeReqToTokenPool, ReqToTokenPool
+
+_HOMES = {
+    "AuxBuffers": "pdkv.pool.aux",
+    "DecodeReqToTokenPool": "pdkv.pool.req_to_token",
+    "KVPool": "pdkv.pool.kv",
+    "PageAllocator": "pdkv.pool.pages",
+    "ReqToTokenPool": "pdkv.pool.req_to_token",
+    "Stamp": "pdkv.pool.aux",
+}
+
+__all__ = [
+    "AuxBuffers",
+    "DecodeReqToTokenPool",
+    "KVPool",
+    "PageAllocator",
+    "ReqToTokenPool",
+    "Stamp",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pdkv.pool' has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return list(__all__)

@@ -1,7 +1,10 @@
 """The tensors of a layout on one rank, and their addresses.
 
-One allocation per component, so that few regions are registered; 64-byte aligned. An engine that
-owns its memory builds a PoolLayout itself and needs none of this. Layer 3.
+One allocation per component, so that few regions are registered; 64-byte aligned. Which layers
+and heads a rank holds comes from the published layout, so that pool and plan can't differ.
+
+Refuses to know what an engine does with a tensor, and which pages are taken. An engine that owns
+its memory builds a PoolLayout itself and needs none of this. Layer 3.
 """
 
 from __future__ import annotations
@@ -14,16 +17,17 @@ import torch
 from pdkv.errors import ConfigError
 from pdkv.heads import owned_heads
 from pdkv.layout import (
-    DTYPE_NBYTES,
     Component,
     ComponentPool,
     EngineLayout,
     Field,
     FieldPool,
     MemoryRegion,
+    Placement,
     PoolLayout,
 )
 from pdkv.pool.aux import AuxBuffers
+from pdkv.topology import Rank
 
 __all__ = ["KVPool"]
 
@@ -33,9 +37,11 @@ _ALIGNMENT = 64
 class KVPool:
     """All components of `layout` that `rank_id` holds, zeroed.
 
-    `num_pages`: pages (rows for row components), one number or one per component name.
+    `num_pages`: pages (for row components: rows), one number or one per component name.
     `order`: "NHD" gives tensors [pages, elements, heads, head_dim], "HND" [pages, heads,
-    elements, head_dim], heads being this rank's.
+    elements, head_dim]; heads are this rank's, elements are page_size // tokens_per_element (the
+    repeats of a row). Raises ConfigError for a layout that gives this rank no whole heads or
+    elements.
     """
 
     def __init__(
@@ -45,28 +51,29 @@ class KVPool:
         num_pages: int | Mapping[str, int],
         *,
         order: Literal["NHD", "HND"] = "NHD",
-        device: str = "cpu",
+        device: str | torch.device = "cpu",
     ) -> None:
         if order not in ("NHD", "HND"):
             raise ConfigError(f"order must be NHD or HND, got {order!r}")
-        self.layout_of_engine = layout
+        self.engine = layout
+        self.rank_id = rank_id
         self.order = order
         self.device = torch.device(device)
-        self._rank = layout.parallel.rank(rank_id)
         self._tensors: dict[tuple[str, str, int], torch.Tensor] = {}
-        self._buffers: list[torch.Tensor] = []
         self._regions: list[MemoryRegion] = []
         self._components: list[ComponentPool] = []
+        rank = layout.parallel.rank(rank_id)
         for component in layout.kv.components:
-            count = num_pages if isinstance(num_pages, int) else num_pages[component.name]
-            self._add(component, count)
+            self._add(component, _placement(layout, component), rank, num_pages)
 
     def tensor(self, component: str, field: str, layer_id: int) -> torch.Tensor:
         """One layer of one field, a view into the pool; KeyError where this rank has none."""
         return self._tensors[component, field, layer_id]
 
-    def layout(self, aux: AuxBuffers) -> PoolLayout:
-        """Addresses and strides of this rank, aux rows included, for `Node` and for Hello."""
+    def layout(self, aux: AuxBuffers | None = None) -> PoolLayout:
+        """Addresses and strides of this rank, for `Node` and for Hello; aux rows if given."""
+        if aux is None:
+            return PoolLayout(components=tuple(self._components), regions=tuple(self._regions))
         return PoolLayout(
             components=tuple(self._components),
             regions=(*self._regions, aux.region()),
@@ -75,76 +82,110 @@ class KVPool:
             aux_num_rows=aux.num_rows,
         )
 
-    def _add(self, component: Component, num_pages: int) -> None:
-        if num_pages < 1:
-            raise ConfigError(f"component {component.name!r} needs pages, got {num_pages}")
-        placement = self.layout_of_engine.placement(component.name)
-        layers = placement.layers_by_pp_rank[self._rank.pp_rank]
-        if not layers:
+    def _add(
+        self,
+        component: Component,
+        placement: Placement,
+        rank: Rank,
+        num_pages: int | Mapping[str, int],
+    ) -> None:
+        """Allocate one component, and note its tensors, its region and its strides."""
+        layer_ids = placement.layers_by_pp_rank[rank.pp_rank]
+        if not layer_ids:
             return
-        elements = component.num_rows
-        if component.kind == "tokens":
-            elements, rest = divmod(placement.page_size, component.tokens_per_element)
-            if rest or not elements:
-                raise ConfigError(
-                    f"component {component.name!r}: page_size {placement.page_size} is no "
-                    f"multiple of tokens_per_element {component.tokens_per_element}"
-                )
-        sizes = {f.name: self._num_heads(component, f) * f.head_nbytes for f in component.fields}
-        spans = {
-            name: -(-num_pages * elements * size // _ALIGNMENT) * _ALIGNMENT
-            for name, size in sizes.items()
+        count = num_pages if isinstance(num_pages, int) else num_pages.get(component.name, 0)
+        if count < 1:
+            raise ConfigError(f"component {component.name!r} needs pages, got {count}")
+        elements = _num_elements(component, placement)
+        tp_size = self.engine.parallel.tp_size
+        heads = {f.name: _num_heads(f, placement, rank, tp_size) for f in component.fields}
+        nbytes = {
+            f.name: count * elements * heads[f.name] * f.head_nbytes for f in component.fields
         }
-        buffer = torch.zeros(
-            sum(spans.values()) * len(layers) + _ALIGNMENT, dtype=torch.uint8, device=self.device
-        )
+        total = len(layer_ids) * sum(_round_up(n) for n in nbytes.values())
+        buffer = torch.zeros(total + _ALIGNMENT, dtype=torch.uint8, device=self.device)
         start = -buffer.data_ptr() % _ALIGNMENT
-        self._buffers.append(buffer)
-        total = sum(spans.values()) * len(layers)
-        self._regions.append(MemoryRegion(buffer.data_ptr() + start, total, str(self.device)))
+        self._regions.append(MemoryRegion(buffer.data_ptr() + start, total, str(buffer.device)))
         fields = []
         for field in component.fields:
             bases = []
-            for layer_id in layers:
-                piece = buffer[start : start + num_pages * elements * sizes[field.name]]
-                self._tensors[component.name, field.name, layer_id] = self._shape(
-                    piece, field, num_pages, elements, self._num_heads(component, field)
-                )
-                bases.append(piece.data_ptr())
-                start += spans[field.name]
-            fields.append(self._field_pool(field, component, elements, tuple(bases)))
+            for layer_id in layer_ids:
+                piece = buffer[start : start + nbytes[field.name]]
+                tensor = self._shape(piece, field, count, elements, heads[field.name])
+                self._tensors[component.name, field.name, layer_id] = tensor
+                bases.append(buffer.data_ptr() + start)
+                start += _round_up(nbytes[field.name])
+            fields.append(self._describe(field, elements, heads[field.name], tuple(bases)))
         self._components.append(
             ComponentPool(
                 name=component.name,
-                layer_ids=tuple(layers),
+                layer_ids=tuple(layer_ids),
                 page_size=placement.page_size,
-                num_pages=num_pages,
+                num_pages=count,
                 fields=tuple(fields),
             )
         )
 
-    def _num_heads(self, component: Component, field: Field) -> int:
-        placement = self.layout_of_engine.placement(component.name)
-        for head_map in placement.head_maps:
-            if head_map.field == field.name:
-                return len(head_map.heads_by_tp_rank[self._rank.tp_rank])
-        parallel = self.layout_of_engine.parallel
-        return len(owned_heads(self._rank.tp_rank, parallel.tp_size, field.total_heads))
-
     def _shape(
-        self, piece: torch.Tensor, field: Field, num_pages: int, elements: int, heads: int
+        self, piece: torch.Tensor, field: Field, count: int, elements: int, heads: int
     ) -> torch.Tensor:
         typed = piece.view(getattr(torch, field.dtype))
         if self.order == "NHD":
-            return typed.view(num_pages, elements, heads, field.head_dim)
-        return typed.view(num_pages, heads, elements, field.head_dim)
+            return typed.view(count, elements, heads, field.head_dim)
+        return typed.view(count, heads, elements, field.head_dim)
 
-    def _field_pool(
-        self, field: Field, component: Component, elements: int, bases: tuple[int, ...]
+    def _describe(
+        self, field: Field, elements: int, heads: int, bases: tuple[int, ...]
     ) -> FieldPool:
-        heads = self._num_heads(component, field)
-        head_nbytes = field.head_dim * DTYPE_NBYTES[field.dtype]
-        page = elements * heads * head_nbytes
+        head = field.head_nbytes
+        page = elements * heads * head
         if self.order == "NHD":
-            return FieldPool(field.name, bases, page, heads * head_nbytes, head_nbytes)
-        return FieldPool(field.name, bases, page, head_nbytes, elements * head_nbytes)
+            return FieldPool(field.name, bases, page, heads * head, head)
+        return FieldPool(field.name, bases, page, head, elements * head)
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _placement(layout: EngineLayout, component: Component) -> Placement:
+    """The component's placement; ConfigError where there is none, or not one for each PP rank."""
+    try:
+        placement = layout.placement(component.name)
+    except KeyError:
+        raise ConfigError(f"component {component.name!r} has no placement") from None
+    if len(placement.layers_by_pp_rank) != layout.parallel.pp_size:
+        raise ConfigError(
+            f"component {component.name!r}: layers of {len(placement.layers_by_pp_rank)} stages "
+            f"in an engine of pp_size {layout.parallel.pp_size}"
+        )
+    return placement
+
+
+def _num_elements(component: Component, placement: Placement) -> int:
+    """Elements in one page, or repeats in one row."""
+    if component.kind == "row":
+        return component.num_rows
+    elements, rest = divmod(placement.page_size, component.tokens_per_element)
+    if rest or not elements:
+        raise ConfigError(
+            f"component {component.name!r}: page_size {placement.page_size} is no "
+            f"multiple of tokens_per_element {component.tokens_per_element}"
+        )
+    return elements
+
+
+def _num_heads(field: Field, placement: Placement, rank: Rank, tp_size: int) -> int:
+    """Heads of `field` on this rank: the engine's own map if there is one, else the rule."""
+    for head_map in placement.head_maps:
+        if head_map.field == field.name:
+            if len(head_map.heads_by_tp_rank) != tp_size:
+                raise ConfigError(
+                    f"head map of {field.name!r} has {len(head_map.heads_by_tp_rank)} ranks, "
+                    f"tp_size is {tp_size}"
+                )
+            return len(head_map.heads_by_tp_rank[rank.tp_rank])
+    try:
+        return len(owned_heads(rank.tp_rank, tp_size, field.total_heads))
+    except ValueError as error:
+        raise ConfigError(f"field {field.name!r}: {error}") from None

@@ -1,0 +1,102 @@
+"""Making a NIXL agent the way this library needs it: found, thread-safe, and not burning a core.
+
+The one place that touches what is not NIXL's public Python API. Part of the NIXL plug; layer 4,
+nixl only, and that only when `load_api` is called.
+
+**The progress thread.** UCX needs somebody to call it on both sides. Without a progress thread the
+target's process must poll, or its writers hang without an error, already at the first contact; and
+a node sleeps for tens of milliseconds when it is idle. So there is one. But `nixl_agent` hard-codes
+`pthrDelay = 0`, with which that thread spins: one core per agent, for ever, and every latency on a
+busy machine with it. With any delay > 0 the thread sleeps in poll(2) on UCX's event descriptors,
+is woken by traffic, and costs about 1 % of a core. No argument and no variable reaches that
+setting, so the config class is replaced by a subclass while the agent is being made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import threading
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from pdkv.errors import ConfigError, TransferError
+
+__all__ = ["load_api", "make_agent"]
+
+_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_ENVIRONMENT = {"UCX_MODULES": "^efa", "NIXL_LOG_LEVEL": "WARN"}
+_making = threading.Lock()
+
+
+def load_api() -> Any:
+    """NIXL's Python module; ImportError, which says what to install, where there is none."""
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    reasons = []
+    for module in _MODULES:
+        try:
+            return importlib.import_module(module)
+        except ImportError as e:
+            reasons.append(f"{module}: {e}")
+    raise ImportError(f"the nixl backend needs NIXL: pip install nixl ({'; '.join(reasons)})")
+
+
+def make_agent(
+    api: Any, name: str, *, progress_thread: bool, progress_delay_us: int, params: Mapping[str, str]
+) -> Any:
+    """A thread-safe agent with a UCX backend.
+
+    STRICT, since the default (no locking) loses transfers and crashes as soon as a second thread
+    calls, and the progress thread is one; it is also the fastest of the modes.
+    """
+    if progress_thread and progress_delay_us < 1:
+        raise ConfigError("progress_delay_us must be at least 1: with 0 the thread never sleeps")
+    config = api.nixl_agent_config(
+        backends=[],
+        enable_prog_thread=progress_thread,
+        sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
+    )
+    bindings = api.nixlBind
+    with _making:
+        api.nixlBind = _with_delay(bindings, progress_delay_us)
+        try:
+            agent = api.nixl_agent(name, config)
+        finally:
+            api.nixlBind = bindings
+    try:
+        agent.create_backend("UCX", dict(params))
+    except Exception as e:
+        raise TransferError(f"NIXL could not start UCX with {dict(params)}: {e}") from e
+    return agent
+
+
+def _with_delay(bindings: Any, delay_us: int) -> Any:
+    """`bindings` with a config class whose pthrDelay is `delay_us`, whatever is assigned to it."""
+    base: Any = getattr(bindings, "nixlAgentConfig", None)
+    if not hasattr(base, "pthrDelay"):
+        warnings.warn(
+            "this NIXL has no pthrDelay setting: its progress thread may use a whole core",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return bindings
+    setting = base.pthrDelay
+
+    class Config(base):  # type: ignore[misc]
+        @property
+        def pthrDelay(self) -> Any:  # noqa: N802
+            return setting.__get__(self)
+
+        @pthrDelay.setter
+        def pthrDelay(self, _: object) -> None:  # noqa: N802
+            setting.__set__(self, delay_us)
+
+    class Bindings:
+        nixlAgentConfig = Config  # noqa: N815
+
+        def __getattr__(self, attribute: str) -> Any:
+            return getattr(bindings, attribute)
+
+    return Bindings()

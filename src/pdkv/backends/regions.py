@@ -1,0 +1,97 @@
+"""Registered memory as intervals, and the checks that every backend makes before a byte moves.
+
+No transfer engine does all of them: some accept the same memory twice and then lose descriptors,
+some write past a region. Refuses to know what a region is for. Not a plug: numpy only. Layer 4.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.errors import TransferError
+from pdkv.interfaces import BackendLimits
+from pdkv.layout import MemoryRegion
+from pdkv.plan import Runs
+
+__all__ = ["RegionTable", "check_runs"]
+
+
+_UINT64 = np.dtype(np.uint64)
+
+
+class RegionTable:
+    """Disjoint regions of one process, sorted by address."""
+
+    def __init__(self, regions: Iterable[MemoryRegion] = ()) -> None:
+        self._regions: tuple[MemoryRegion, ...] = ()
+        self._starts = np.empty(0, np.uint64)
+        self._ends = np.zeros(1, np.uint64)
+        self.add(tuple(regions))
+
+    @property
+    def regions(self) -> tuple[MemoryRegion, ...]:
+        """All regions by address."""
+        return self._regions
+
+    def add(self, regions: Sequence[MemoryRegion]) -> None:
+        """All of them, or TransferError and none: no byte may be registered twice."""
+        merged = sorted((*self._regions, *regions), key=lambda r: r.address)
+        for left, right in itertools.pairwise(merged):
+            if left.end > right.address:
+                raise TransferError(f"memory registered twice: {left} and {right} overlap")
+        if merged and merged[-1].end >= 1 << 64:
+            raise TransferError(f"beyond 64-bit addresses: {merged[-1]}")
+        self._set(merged)
+
+    def remove(self, regions: Sequence[MemoryRegion]) -> None:
+        """All of them, or TransferError and none: each must be there exactly as it was added."""
+        gone = set(regions)
+        if unknown := gone - set(self._regions):
+            raise TransferError(f"not registered: {sorted(unknown, key=lambda r: r.address)}")
+        self._set([r for r in self._regions if r not in gone])
+
+    def locate(
+        self, addresses: npt.NDArray[np.uint64], nbytes: npt.NDArray[np.uint64], side: str
+    ) -> npt.NDArray[np.intp]:
+        """For each run the index of the one region that holds it whole.
+
+        Raises TransferError, naming `side`, for the first run that no single region holds.
+        """
+        # Number 0 stands for "before every region": it ends at 0, so nothing is inside. Sizes are
+        # compared with what is left of the region, since address + nbytes can wrap.
+        number = self._starts.searchsorted(addresses, side="right")
+        end = self._ends[number]
+        inside = (addresses <= end) & (nbytes <= end - addresses)
+        if np.count_nonzero(inside) < len(inside):
+            i = int(np.argmin(inside))
+            raise TransferError(
+                f"{side}: run {i} (address {int(addresses[i]):#x}, {int(nbytes[i])} bytes) "
+                "lies in no single registered region"
+            )
+        return number - 1
+
+    def _set(self, regions: list[MemoryRegion]) -> None:
+        self._regions = tuple(regions)
+        self._starts = np.array([r.address for r in regions], np.uint64)
+        self._ends = np.array([0, *(r.end for r in regions)], np.uint64)
+
+
+def check_runs(runs: Runs, limits: BackendLimits) -> None:
+    """Raise TransferError unless `runs` are three equal uint64 vectors within `limits`."""
+    for field, array in zip(Runs._fields, runs, strict=True):
+        if array.dtype != _UINT64 or array.ndim != 1:
+            raise TransferError(f"runs.{field} must be a uint64 vector, got {array.dtype}")
+    if not len(runs.src) == len(runs.dst) == len(runs.nbytes):
+        raise TransferError(
+            f"runs of unequal length: {len(runs.src)} src, {len(runs.dst)} dst, "
+            f"{len(runs.nbytes)} nbytes"
+        )
+    if runs.num_runs > limits.max_runs_per_post:
+        raise TransferError(f"{runs.num_runs} runs in a post, at most {limits.max_runs_per_post}")
+    # As floats: a sum of absurd uint64 sizes wraps to a harmless one. 2**-53 of slack is no matter.
+    if float(np.add.reduce(runs.nbytes, dtype=np.float64)) > limits.max_nbytes_per_post:
+        raise TransferError(f"a post may move at most {limits.max_nbytes_per_post} bytes")

@@ -1,0 +1,317 @@
+"""NIXL between two real processes over host memory: by CMA (UCX's choice on one host) and TCP.
+
+Device memory needs a GPU: the conformance suite runs on it where there is one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pdkv.backends import nixl_agent
+from pdkv.backends.nixl import NixlBackend
+from pdkv.errors import ConfigError, TransferError
+from pdkv.interfaces import BackendLimits, Completion, TransferBackend
+from pdkv.layout import MemoryRegion
+from pdkv.testing.backend_pair import Buffer, runs_of
+from pdkv.testing.conformance import BackendConformance
+
+pytestmark = pytest.mark.slow  # a NIXL agent takes half a second to start, in each process
+os.environ.setdefault("UCX_NET_DEVICES", "lo")
+try:
+    nixl_agent.load_api()
+except ImportError as e:
+    pytest.skip(str(e), allow_module_level=True)
+
+DEADLINE_S = 30
+TRANSPORTS = pytest.mark.parametrize("transports", ["", "tcp"], ids=["cma", "tcp"])
+
+
+class TestNixlConforms(BackendConformance):
+    def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
+        return NixlBackend(name="conformance", limits=limits)
+
+
+class TestNixlOverTcpConforms(BackendConformance):
+    def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
+        return NixlBackend(name="conformance", transports="tcp", limits=limits)
+
+
+class DeviceBuffer(Buffer):
+    """Memory of the first GPU."""
+
+    def __init__(self, content: np.ndarray) -> None:
+        import torch
+
+        self._tensor = torch.from_numpy(content.copy()).to("cuda:0")
+        self.region = MemoryRegion(self._tensor.data_ptr(), content.nbytes, "cuda:0")
+
+    def read(self) -> np.ndarray:
+        return self._tensor.cpu().numpy()
+
+
+class TestNixlOnDeviceMemoryConforms(BackendConformance):
+    def setup_method(self) -> None:
+        if not pytest.importorskip("torch").cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+    def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
+        return NixlBackend(name="conformance", limits=limits)
+
+    def make_buffer(self, content: np.ndarray) -> Buffer:
+        return DeviceBuffer(content)
+
+
+class Target:
+    """A reading process and this process's writer to it."""
+
+    def __init__(self, transports: str, nbytes: int, *options: str) -> None:
+        script = Path(__file__).with_name("nixl_target.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), transports, str(nbytes), *options],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        self.writer = NixlBackend(name="writer", transports=transports or None)
+        self.source = np.random.default_rng(5).integers(1, 256, nbytes, dtype=np.uint8)
+        self.writer.register([MemoryRegion(self.source.ctypes.data, nbytes)])
+        hello = self.answer()
+        self.address = hello["address"]
+        self.metadata = bytes.fromhex(hello["metadata"])
+        self.peer = self.writer.connect(self.metadata)
+
+    def answer(self) -> dict:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        assert line, f"the target ended with {self.process.wait(DEADLINE_S)}"
+        return json.loads(line)
+
+    def ask(self, *command: object) -> dict:
+        assert self.process.stdin is not None
+        print(json.dumps(command), file=self.process.stdin, flush=True)
+        return self.answer()
+
+    def rows(self, *rows: tuple[int, int, int]):
+        return runs_of([(self.source.ctypes.data + s, self.address + d, n) for s, d, n in rows])
+
+    def post(self, runs, notification: bytes = b"") -> int:
+        transfer_id = self.writer.post(self.peer, runs, notification)
+        assert transfer_id is not None
+        return transfer_id
+
+    def ended(self, transfer_id: int) -> Completion:
+        end = time.monotonic() + DEADLINE_S
+        while time.monotonic() < end:
+            for completion in self.writer.poll():
+                if completion.transfer_id == transfer_id:
+                    return completion
+        raise AssertionError(f"no end within {DEADLINE_S} s")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+
+    def close(self) -> int:
+        """End of the target's stdin, which is its order to close; its exit code."""
+        self.writer.close()
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.close()
+        code = self.process.wait(DEADLINE_S)
+        self.process.stdout.close()
+        return code
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Target]]:
+    targets: list[Target] = []
+
+    def make(*arguments) -> Target:
+        targets.append(Target(*arguments))
+        return targets[-1]
+
+    yield make
+    for target in targets:
+        if target.process.poll() is None:
+            target.process.kill()
+        target.close()
+
+
+@TRANSPORTS
+def test_random_runs_arrive_before_their_notification(start, transports: str) -> None:
+    nbytes = 8 << 20
+    target = start(transports, nbytes)
+    rng = np.random.default_rng(11)
+    cuts = np.sort(rng.choice(nbytes, 4000, replace=False)).reshape(-1, 2)
+    rng.shuffle(cuts)
+    sizes = (cuts[:, 1] - cuts[:, 0]).tolist()
+    rows = [
+        (int(rng.integers(0, nbytes - n)), d, n)
+        for d, n in zip(cuts[:, 0].tolist(), sizes, strict=True)
+    ]
+    expected = np.zeros(nbytes, np.uint8)
+    for s, d, n in rows:
+        expected[d : d + n] = target.source[s : s + n]
+
+    assert target.ended(target.post(target.rows(*rows), b"all of it")).error == ""
+    told = target.ask("expect", 1)
+    assert told["arrived"] == [b"all of it".hex()]
+    assert told["digest_at_first"] == hashlib.sha256(expected).hexdigest()
+    assert target.close() == 0
+
+
+@TRANSPORTS
+def test_out_of_range_is_refused_and_moves_nothing(start, transports: str) -> None:
+    target = start(transports, 1 << 16)
+    empty = target.ask("digest")
+    with pytest.raises(TransferError, match="dst: run 1"):
+        target.post(target.rows((0, 0, 64), (0, (1 << 16) - 10, 11)), b"bad")
+    with pytest.raises(TransferError, match="src: run 1"):
+        target.post(target.rows((0, 0, 64), ((1 << 16) - 10, 0, 11)), b"bad")
+    assert target.ask("digest") == empty
+    target.ended(target.post(target.rows((0, 0, 64)), b"good"))
+    assert target.ask("expect", 1)["arrived"] == [b"good".hex()]
+    assert target.close() == 0
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("warm", [False, True], ids=["never-used", "warm"])
+def test_target_killed_before_a_transfer_is_a_prompt_error(
+    start, transports: str, warm: bool
+) -> None:
+    target = start(transports, 1 << 16)
+    if warm:
+        target.ended(target.post(target.rows((0, 0, 64)), b"warm"))
+        target.ask("expect", 1)
+    target.kill()
+    begin = time.monotonic()
+    completion = target.ended(target.post(target.rows((0, 0, 64)), b"late"))
+    assert time.monotonic() - begin < 5
+    assert completion.error
+    assert not completion.quiet
+    with pytest.raises(TransferError, match="failed earlier"):
+        target.post(target.rows((0, 0, 64)))
+    with pytest.raises(TransferError, match="failed earlier"):
+        target.writer.notify(target.peer, b"anybody?")
+    target.writer.disconnect(target.peer)
+    with pytest.raises(TransferError, match="not connected"):
+        target.post(target.rows((0, 0, 64)))
+
+
+@TRANSPORTS
+def test_target_killed_during_a_transfer_is_a_prompt_error(start, transports: str) -> None:
+    nbytes = 256 << 20
+    page = 4096
+    target = start(transports, nbytes, "die")
+    rows = [(i * page, i * page, page) for i in range(nbytes // page)]
+    completion = target.ended(target.post(target.rows(*rows), b"never"))
+    assert completion.error
+    assert not completion.quiet
+    assert target.process.wait(DEADLINE_S) == -9
+
+    survivor = start(transports, 1 << 16)
+    peer = target.writer.connect(survivor.metadata)
+    runs = runs_of([(target.source.ctypes.data, survivor.address, 64)])
+    transfer_id = target.writer.post(peer, runs, b"to another")
+    assert target.ended(transfer_id).error == ""
+    assert survivor.ask("expect", 1)["arrived"] == [b"to another".hex()]
+
+
+@TRANSPORTS
+def test_two_thousand_transfers_open_no_more_files(start, transports: str) -> None:
+    target = start(transports, 1 << 16)
+
+    def run(num_transfers: int) -> tuple[int, int]:
+        for i in range(num_transfers):
+            target.ended(target.post(target.rows((i, i, 512)), b"%d" % i))
+        arrived = target.ask("expect", num_transfers)["arrived"]
+        assert sorted(map(bytes.fromhex, arrived)) == sorted(
+            b"%d" % i for i in range(num_transfers)
+        )
+        return len(os.listdir("/proc/self/fd")), target.ask("num_open_files")["num_open_files"]
+
+    before = run(50)
+    assert run(2000) == before
+    assert target.close() == 0
+
+
+@TRANSPORTS
+def test_process_with_live_agents_exits_cleanly(transports: str) -> None:
+    code = (
+        "import numpy as np\n"
+        "from pdkv.backends.nixl import NixlBackend\n"
+        "from pdkv.testing.backend_pair import Buffer, Pair\n"
+        f"a, b = (NixlBackend(transports={transports!r} or None) for _ in range(2))\n"
+        "src, dst = (Buffer(np.full(4096, i, np.uint8)) for i in range(2))\n"
+        "pair = Pair(a, b, src, dst, src_parts=1, deadline_s=30)\n"
+        "pair.succeed(pair.rows((0, 0, 4096)), b'tag')\n"
+    )
+    for end in ("a.close(); b.close()\n", ""):
+        subprocess.run([sys.executable, "-W", "error", "-c", code + end], check=True, timeout=60)
+
+
+@TRANSPORTS
+def test_closing_with_a_write_to_a_stopped_target_in_flight_returns(start, transports: str) -> None:
+    nbytes = 64 << 20
+    target = start(transports, nbytes)
+    target.ended(target.post(target.rows((0, 0, 64)), b"warm"))
+    os.kill(target.process.pid, signal.SIGSTOP)
+    try:
+        target.post(target.rows((0, 0, nbytes)), b"stuck")
+        if not target.writer.poll():
+            with pytest.raises(TransferError, match="in flight"):
+                target.writer.disconnect(target.peer)
+        begin = time.monotonic()
+        target.writer.close()
+        assert time.monotonic() - begin < 10
+    finally:
+        os.kill(target.process.pid, signal.SIGCONT)
+    assert target.close() == 0
+
+
+def test_idle_agent_uses_next_to_no_cpu() -> None:
+    backend = NixlBackend()
+    try:
+        wall, cpu = time.monotonic(), time.process_time()
+        while time.monotonic() < wall + 0.5:
+            subprocess.run([sys.executable, "-c", ""], check=True)  # waits without computing here
+        assert time.process_time() - cpu < 0.5 * (time.monotonic() - wall)
+    finally:
+        backend.close()
+
+
+def test_transport_lists_are_refused_because_nixl_would_cut_them() -> None:
+    with pytest.raises(ConfigError, match="UCX_TLS"):
+        NixlBackend(transports="tcp,cma")
+
+
+def test_unknown_transport_is_a_transfer_error() -> None:
+    with pytest.raises(TransferError, match="TLS=pigeon"):
+        NixlBackend(transports="pigeon")
+
+
+def test_delay_of_zero_is_refused_because_the_thread_would_spin() -> None:
+    with pytest.raises(ConfigError, match="never sleeps"):
+        NixlBackend(progress_delay_us=0)
+
+
+def test_unknown_device_is_refused_and_registers_nothing() -> None:
+    backend = NixlBackend()
+    memory = Buffer(np.zeros(64, np.uint8))
+    try:
+        with pytest.raises(TransferError, match='"cuda:N"'):
+            backend.register([MemoryRegion(memory.region.address, 64, "tpu:0")])
+        backend.register([memory.region])
+    finally:
+        backend.close()
