@@ -102,7 +102,7 @@ def answers(*engines: Engine, timeout_s: float = ANSWER_S) -> list[list[Any]]:
             try:
                 found[engine, rank] = pipe.recv()
             except (EOFError, OSError):
-                engine.processes[rank].join(1.0)
+                engine.processes[rank].join(STOP_S)
                 code = engine.processes[rank].exitcode
                 raise engine.failure(rank, f"has died (exit code {code})") from None
     return [[found[engine, rank] for rank in range(engine.tp_size)] for engine in engines]
