@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint types format clean prove bench
+.PHONY: setup demo test check lint types format clean prove
 
 setup: $(STAMP)
 
@@ -20,7 +20,10 @@ test: $(STAMP)  ## the ordinary suite, under five minutes
 	@$(BIN)/python -m pytest -q -m "not check"
 
 check: $(STAMP)  ## the longer suites
-	@$(BIN)/python -m pytest -q -m "check or slow"
+	@$(BIN)/python -m pytest -q -m check
+
+prove: $(STAMP)  ## the planner's systematic sweep; MINUTES=120 for all of it
+	@$(BIN)/python scripts/prove.py --minutes $(or $(MINUTES),25)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

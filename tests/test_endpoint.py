@@ -13,6 +13,8 @@ from pdkv.errors import ConfigError, TransferError
 from pdkv.heads import owned_heads
 from pdkv.layout import EngineLayout
 from pdkv.limits import Limits
+from pdkv.protocol import Identity, pack_page_ids
+from pdkv.request import ReceiverRequest
 from support import Engine, World, model_cache, small_layout
 
 PAGE_SIZE = 4
@@ -372,6 +374,33 @@ def test_local_misuse_raises_and_loses_nothing(world: World) -> None:
     endpoint.finish(handle, aux_index=1)
     world.run()
     assert len(decode.events(Succeeded)) == 1
+
+
+@pytest.mark.parametrize(
+    ("page_ids", "cause"), [([1, 2, 2, 3], "twice"), ([1, 2, 3], "page ids where")]
+)
+def test_a_reader_that_names_wrong_pages_fails_alone(
+    world: World, page_ids: list[int], cause: str
+) -> None:
+    prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
+    node = decode.nodes[0]
+    bad = ReceiverRequest(
+        identity=Identity(6, 1, decode.incarnation),
+        num_tokens=16,
+        decode_prefix_len=0,
+        dst_page_ids=pack_page_ids(page_ids),
+        dst_state_ids=(),
+        dst_aux_index=3,
+    )
+    pairing = decode.decode[0].pairing(prefill.record)
+    node.call(lambda now: node.core.requests.submit(bad, prefill.record, pairing, now))
+    serve(prefill, 6, 16, pages_of(16, 1))
+    ask(decode, prefill, 5, 2, 16, pages_of(16, 2))
+    serve(prefill, 5, 16, pages_of(16, 1))
+    world.run(steps=100)
+    (failed,) = prefill.events(RequestFailed)
+    assert cause in failed.cause
+    assert [e.key.room for e in decode.events(Succeeded)] == [5]
 
 
 def test_a_garbage_frame_is_counted_and_touches_nobody(world: World) -> None:

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from pdkv.endpoint.events import Health, WaitingRequest
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
-from pdkv.endpoint.requests import Receiving, Requests
+from pdkv.endpoint.records import Receiving
+from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import RemoteProtocolError
 from pdkv.interfaces import ControlChannel, TransferBackend

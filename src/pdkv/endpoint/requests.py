@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
-from dataclasses import dataclass, field
+
+import numpy as np
 
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
+from pdkv.endpoint.records import Early, Receiving, Sending, Tombstone
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import ConfigError, PdkvError
 from pdkv.limits import Limits
@@ -27,7 +29,6 @@ from pdkv.request.events import (
     Cancel,
     Event,
     InfoReceived,
-    Outcome,
     PeerFailed,
     PeerQuiet,
     PeerReady,
@@ -40,49 +41,9 @@ from pdkv.request.receiver import ReceiverMachine, ReceiverRequest
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll, Memory
 
-__all__ = ["Receiving", "Requests", "Sending"]
+__all__ = ["Requests"]
 
 _log = logging.getLogger("pdkv")
-
-
-@dataclass
-class Receiving:
-    """A receiver machine and what the node keeps beside it."""
-
-    machine: ReceiverMachine
-    engine: bytes
-    stats: TransferStats
-    outcome: Outcome = Outcome.CONTINUE
-    num_tokens: int = 0
-
-
-@dataclass
-class Sending:
-    """A sender machine and what the node keeps beside it."""
-
-    handle: int
-    machine: SenderMachine
-    stats: TransferStats
-    told: tuple[object, ...] = ()
-    is_bound: bool = False
-
-
-@dataclass(frozen=True)
-class _Tombstone:
-    """What stays of a sender: the outcome of exactly this identity (no cause: all was sent)."""
-
-    identity: Identity
-    cause: str
-    decode_prefix_len: int = 0
-    num_tokens: int = 0
-
-
-@dataclass
-class _Early:
-    """TransferInfos of a room that the engine has not opened yet."""
-
-    infos: dict[tuple[bytes, int], TransferInfo] = field(default_factory=dict)
-    since: float = 0.0
 
 
 class Requests:
@@ -99,8 +60,8 @@ class Requests:
         self._rank_id = rank_id
         self._limits = limits
         self._rooms: dict[int, Sending] = {}
-        self._early: OrderedDict[int, _Early] = OrderedDict()
-        self._tombstones: OrderedDict[Identity, _Tombstone] = OrderedDict()
+        self._early: OrderedDict[int, Early] = OrderedDict()
+        self._tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
 
     def run(self, now: float) -> None:
         """Feed everything that waits in the inbox."""
@@ -304,7 +265,7 @@ class Requests:
             if machine.identity is not None:
                 self.by_identity.pop(machine.identity, None)
                 prefix = next((i.decode_prefix_len for i in machine.infos.values()), 0)
-                self._bury(_Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens))
+                self._bury(Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens))
                 self._leave_peers(machine.identity)
         else:
             self.receivers.pop(ref, None)
@@ -314,7 +275,7 @@ class Requests:
         for peer in self._links.peers:
             peer.requests.discard(identity)
 
-    def _bury(self, tombstone: _Tombstone) -> None:
+    def _bury(self, tombstone: Tombstone) -> None:
         self._tombstones[tombstone.identity] = tombstone
         while len(self._tombstones) > self._limits.max_tombstones:
             self._tombstones.popitem(last=False)
@@ -371,8 +332,11 @@ class Requests:
         if info.is_dummy:
             return ""
         expected = pairing.num_dst_pages(peer.rank_id, info.decode_prefix_len, info.num_tokens)
-        if len(info.page_ids()) != expected:
-            return f"{len(info.page_ids())} page ids where the prompt needs {expected}"
+        page_ids = info.page_ids()
+        if len(page_ids) != expected:
+            return f"{len(page_ids)} page ids where the prompt needs {expected}"
+        if len(np.unique(page_ids)) != len(page_ids):
+            return "a page id appears twice"
         return ""
 
     def _keep_early(self, peer: Peer, info: TransferInfo, now: float) -> None:
@@ -382,7 +346,7 @@ class Requests:
             if len(self._early) >= self._limits.max_unknown_rooms:
                 self._refuse(peer, info.identity, "too many unknown rooms", now)
                 return
-            early = self._early[info.room] = _Early(since=now)
+            early = self._early[info.room] = Early(since=now)
         known = next(iter(early.infos.values()), None)
         if known is not None and known.identity != info.identity:
             if known.incarnation != info.incarnation:
@@ -408,7 +372,7 @@ class Requests:
             early.infos = {k: i for k, i in early.infos.items() if i.identity != identity}
             if not early.infos:
                 del self._early[identity.room]
-        self._bury(_Tombstone(identity, cause))
+        self._bury(Tombstone(identity, cause))
         self._links.send(peer, Quiesced(identity), now)
 
     def on_ask(self, peer: Peer, identity: Identity, now: float) -> None:
@@ -462,7 +426,7 @@ class Requests:
             del self._early[room]
             for key, info in early.infos.items():
                 peer = self._links.get(key)
-                self._bury(_Tombstone(info.identity, "room was never opened"))
+                self._bury(Tombstone(info.identity, "room was never opened"))
                 if peer is not None:
                     self._refuse(peer, info.identity, "room was never opened", now)
 

@@ -18,7 +18,7 @@ from pdkv.protocol import Notification, Sent, encode_notification
 from pdkv.request.events import WriteEnded
 
 if TYPE_CHECKING:
-    from pdkv.endpoint.requests import Sending
+    from pdkv.endpoint.records import Sending
 
 __all__ = ["Writes"]
 
