@@ -24,3 +24,17 @@ def test_the_readme_shows_the_quickstart_and_it_runs() -> None:
     assert ran.returncode == 0, ran.stderr
     # The last four tokens of the prompt arrived; the fifth place is behind its end.
     assert "page 6 holds [7.0, 7.0, 7.0, 7.0, 0.0]" in ran.stdout
+
+
+def test_each_guarantee_names_tests_that_exist() -> None:
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in (ROOT / "docs" / "guarantees.md").read_text().splitlines()
+        if line.startswith("|")
+    ][2:]
+    assert len(rows) > 10
+    for _, _, file, name in rows:
+        source = (ROOT / "tests" / f"{file}.py").read_text()
+        assert any(name in line for line in source.splitlines() if line.startswith("def test_")), (
+            f"{file}: no test has {name} in its name"
+        )

@@ -125,10 +125,14 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Refused(Message, frozen=True, tag="refused"):
-    """The answer to a Hello that can't lead to a transfer: the field that differs, and the text."""
+    """The answer to a Hello that can't lead to a transfer: the field that differs, and the text.
+
+    `asked` is the incarnation that the Hello was for, which need not be the one that answers.
+    """
 
     field: Text
     text: Text
+    asked: Annotated[bytes, Meta(max_length=16)] = b""
 
     def __post_init__(self) -> None:
         _fit_texts(self, "field", "text")

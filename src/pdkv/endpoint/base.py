@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,15 @@ from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
 
-__all__ = ["Endpoint"]
+__all__ = ["Endpoint", "as_int"]
+
+
+def as_int(name: str, value: int) -> int:
+    """A whole number of any integer type, numpy's included; ConfigError for anything else."""
+    try:
+        return operator.index(value)
+    except TypeError:
+        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
 
 
 class Endpoint:
@@ -35,6 +44,8 @@ class Endpoint:
         A group of one rank gets its events here. In a larger group events come from `apply`;
         `poll` then returns only what earlier verdicts already decided.
         """
+        if self.node.is_closed:
+            return []
         self.node.step(now)
         for change in self.node.take_changes(self._ref_type):
             self._gate.update(change)

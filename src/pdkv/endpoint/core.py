@@ -119,9 +119,11 @@ class NodeCore:
         """One bounded batch of everything; True when something happened."""
         busy = bool(self._commands)
         for _ in range(len(self._commands)):
-            self._commands.popleft()(now)
+            self._guarded(self._commands.popleft(), now)
         for data in self._control.receive(self._limits.max_frames_per_step):
             self._guarded(self._on_frame, data, now)
+            # One message at a time: an answer must not overlook the message before it.
+            self.requests.run(now)
             busy = True
         for note in self._backend.notifications():
             self._guarded(self._on_notification, note, now)
@@ -135,12 +137,16 @@ class NodeCore:
         self.requests.run(now)
         return self.writes.post() or busy
 
-    def _guarded(self, handler: Callable[[bytes, float], None], data: bytes, now: float) -> None:
+    def _guarded(self, handler: Callable[..., None], *arguments: object) -> None:
+        """One bad frame or command never ends the loop."""
         try:
-            handler(data, now)
+            handler(*arguments)
         except RemoteProtocolError as error:
             self.counters["malformed"] += 1
             _log.warning("dropped: %s", error)
+        except Exception:
+            self.counters["internal_errors"] += 1
+            _log.exception("dropped for an error inside pdkv")
 
     # -- frames -----------------------------------------------------------------------------------
 
@@ -148,7 +154,7 @@ class NodeCore:
         frame = decode_frame(data)
         message = decode(frame.body)
         if isinstance(message, Refused):
-            self._on_refused(frame.from_incarnation, message)
+            self._on_refused(frame.from_rank_id, message)
             return
         if isinstance(message, Hello):
             self._on_hello(data, message, now)
@@ -179,13 +185,10 @@ class NodeCore:
         if hello.is_reply:
             self.requests.tell_all(peer, PeerReady(peer.rank_id))
 
-    def _on_refused(self, incarnation: bytes, refused: Refused) -> None:
-        for peer in self.links.peers:
-            same_life = peer.key[0] == incarnation or refused.field == "incarnation"
-            if peer.state is PeerState.CONNECTING and same_life:
-                self.links.on_refused(peer.address, refused)
-                self.requests.tell_all(peer, PeerFailed(peer.rank_id, refused.text))
-                return
+    def _on_refused(self, rank_id: int, refused: Refused) -> None:
+        peer = self.links.on_refused((refused.asked, rank_id), refused)
+        if peer is not None:
+            self.requests.tell_all(peer, PeerFailed(peer.rank_id, refused.text))
 
     def _on_message(self, peer: Peer, message: AnyMessage, now: float) -> None:
         match message:
@@ -251,6 +254,8 @@ class NodeCore:
             return PeerFailed(tag.writer, "the aux row has the stamp of another request")
         if stamp.num_tokens != request.num_tokens:
             return PeerFailed(tag.writer, f"the aux row says {stamp.num_tokens} tokens")
+        if stamp.outcome not in (Outcome.CONTINUE, Outcome.FINISHED_AT_PREFILL):
+            return PeerFailed(tag.writer, f"the aux row says outcome {stamp.outcome}")
         owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
         return TagArrived(tag)
 
@@ -265,10 +270,10 @@ class NodeCore:
 
     def _tick(self, now: float) -> None:
         self._ticked_at = now
-        self.links.greet_again(now)
         for peer in self.links.lost(now):
             silent = f"silent for {now - peer.heard_at:.1f} s"
             self.requests.tell_all(peer, PeerLost(peer.rank_id, silent))
+        self.links.greet_again(now)
         self.requests.tick(now)
         for peer in self.links.peers:
             alive = peer.state in (PeerState.READY, PeerState.LOST)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint
+from pdkv.endpoint.base import Endpoint, as_int
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
 from pdkv.plan import Pairing, validate
@@ -67,6 +67,13 @@ class DecodeEndpoint(Endpoint):
         outcome of the request: RequestFailed names the field, here and at the peer.
         """
         self._admit()
+        room, attempt = as_int("room", room), as_int("attempt", attempt)
+        num_tokens, aux_index = as_int("num_tokens", num_tokens), as_int("aux_index", aux_index)
+        decode_prefix_len = as_int("decode_prefix_len", decode_prefix_len)
+        if not -(1 << 63) <= room < 1 << 63 or not 0 <= attempt < 1 << 64:
+            raise ConfigError(f"room {room} is an int64, attempt {attempt} an uint64")
+        if not 0 <= aux_index < self.node.aux.num_rows:
+            raise ConfigError(f"aux_index {aux_index} is outside [0, {self.node.aux.num_rows})")
         if attempt <= self._last_attempt:
             raise ConfigError(f"attempt {attempt} was used: the last one is {self._last_attempt}")
         identity = Identity(room, attempt, self.node.incarnation)
@@ -77,7 +84,7 @@ class DecodeEndpoint(Endpoint):
         except LayoutMismatch as mismatch:
             refusal = str(mismatch)
         else:
-            self._check(pairing, num_tokens, decode_prefix_len, pages, state_ids, aux_index)
+            self._check(pairing, num_tokens, decode_prefix_len, pages, state_ids)
         request = ReceiverRequest(
             identity=identity,
             num_tokens=num_tokens,
@@ -86,13 +93,14 @@ class DecodeEndpoint(Endpoint):
             dst_state_ids=tuple(pack_page_ids(np.asarray(ids)) for ids in state_ids),
             dst_aux_index=aux_index,
         )
+        self.node.aux.clear(aux_index)
         self._last_attempt = attempt
         self._exposed[identity] = [pages.astype(np.int32)]
-        self.node.aux.clear(aux_index)
-        self._watch(identity, identity, (num_tokens, decode_prefix_len))
+        # The node first: a verdict that came before this call must find what it cancels.
         self.node.call(
             lambda now: self.node.core.requests.submit(request, prefill, pairing, now, refusal)
         )
+        self._watch(identity, identity, (num_tokens, decode_prefix_len))
         return identity
 
     def abort(self, identity: Identity, cause: str = "aborted by the decode engine") -> None:
@@ -107,7 +115,6 @@ class DecodeEndpoint(Endpoint):
         decode_prefix_len: int,
         page_ids: npt.NDArray[np.int64],
         state_ids: Sequence[_Ids],
-        aux_index: int,
     ) -> None:
         node = self.node
         pairing.check_prefix(decode_prefix_len, num_tokens)
@@ -125,5 +132,3 @@ class DecodeEndpoint(Endpoint):
         own = [c for c in node.layout.kv.components if c.own_page_ids]
         if len(state_ids) != len(own):
             raise ConfigError(f"{len(state_ids)} lists of state ids for {len(own)} components")
-        if not 0 <= aux_index < node.aux.num_rows:
-            raise ConfigError(f"aux_index {aux_index} is outside [0, {node.aux.num_rows})")

@@ -46,6 +46,7 @@ class _Entry:
     local: Change | None = None
     applied: KVPoll = KVPoll.Bootstrapping
     applied_released: bool = False
+    cause: str = ""
 
     @property
     def handle(self) -> int:
@@ -122,7 +123,9 @@ class Gate:
         if local is None:
             return None
         if entry.applied.is_terminal:
-            return Vote(entry.applied, True, terms=entry.terms) if local.released else None
+            if not local.released:
+                return None
+            return Vote(entry.applied, True, entry.cause, terms=entry.terms)
         if local.poll is KVPoll.Failed:
             return Vote(local.poll, local.released, local.cause, terms=entry.terms)
         if isinstance(entry.key, OpenKey):
@@ -137,7 +140,7 @@ class Gate:
         entry = self._by_key.get(verdict.key)
         if entry is None:
             if verdict.poll == KVPoll.Failed and not verdict.released:
-                self._doomed[verdict.key] = verdict.cause
+                self._doomed.setdefault(verdict.key, verdict.cause)
                 while len(self._doomed) > _MAX_DOOMED:
                     self._doomed.popitem(last=False)
             return [], []
@@ -166,6 +169,7 @@ class Gate:
         entry.applied = poll
         self._changed[entry.key] = None
         if poll is KVPoll.Failed:
+            entry.cause = verdict.cause
             events.append(RequestFailed(key=entry.key, handle=entry.handle, cause=verdict.cause))
             orders.append(GateOrder("cancel", entry.ref, cause=verdict.cause))
             return

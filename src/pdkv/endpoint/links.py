@@ -98,14 +98,24 @@ class Links:
         peer = self.peers.add(key, engine.addresses[rank_id])
         if peer is None:
             return None
+        if peer.state is PeerState.GONE:
+            return peer
+        peer.wants_greeting = True
+        peer.grid = pairing.grid if pairing else 0
         if peer.state in (PeerState.LOST, PeerState.REFUSED):
-            peer.renew()
+            peer.renew(self.peers.next_epoch())
             peer.state = PeerState.CONNECTING
-        if peer.state is PeerState.CONNECTING:
-            peer.hello_at = now
-            peer.grid = pairing.grid if pairing else 0
-            self.send(peer, self._hello(peer.grid), now)
+        if not peer.is_greeted or self._is_silent(peer, now):
+            self._greet(peer, now)
         return peer
+
+    def _greet(self, peer: Peer, now: float) -> None:
+        peer.hello_at = now
+        self.send(peer, self._hello(peer.grid), now)
+
+    def _is_silent(self, peer: Peer, now: float) -> bool:
+        """It may have forgotten me, and would drop what I say as a stranger's."""
+        return now - peer.heard_at > 2 * self._limits.keepalive_s
 
     def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
         return Hello(
@@ -155,7 +165,8 @@ class Links:
         if peer is None:
             return None
         peer.hello = peer.hello or hello
-        if peer.state is PeerState.CONNECTING:
+        peer.is_greeted = True
+        if peer.state in (PeerState.CONNECTING, PeerState.LOST):
             peer.state = PeerState.READY
         return peer
 
@@ -190,7 +201,7 @@ class Links:
 
     def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
         self._note_refusal(address, field, text)
-        refused = Refused(field, text[:4000])
+        refused = Refused(field, text, frame.to_incarnation or self._incarnation)
         self._send_to(address, frame.from_incarnation, frame.epoch, frame.sequence, refused)
 
     def _note_refusal(self, address: str, field: str, text: str) -> None:
@@ -198,14 +209,14 @@ class Links:
         self._counters["refused"] += 1
         _log.warning("handshake with %s refused: %s", address, text)
 
-    def on_refused(self, address: str, refused: Refused) -> Peer | None:
-        """The answer to my Hello. The life that answers may not be the one I asked for."""
-        self._note_refusal(address, refused.field, refused.text)
-        for peer in self.peers:
-            if peer.address == address and peer.state is PeerState.CONNECTING:
-                peer.state, peer.reason = PeerState.REFUSED, refused.text
-                return peer
-        return None
+    def on_refused(self, key: PeerKey, refused: Refused) -> Peer | None:
+        """The answer to my Hello; the peer if that is news."""
+        peer = self.peers.get(key)
+        if peer is None or not peer.wants_greeting or peer.state is PeerState.REFUSED:
+            return None
+        self._note_refusal(peer.address, refused.field, refused.text)
+        peer.state, peer.reason = PeerState.REFUSED, refused.text
+        return peer
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -221,12 +232,16 @@ class Links:
         return silent
 
     def greet_again(self, now: float) -> None:
-        """A Hello without an answer goes out again."""
+        """A Hello without an answer goes out again; so it does to a peer of live requests that has
+        fallen silent: after a partition the other side may have forgotten this one."""
+        alive = (PeerState.CONNECTING, PeerState.READY, PeerState.LOST)
         for peer in self.peers:
+            if not peer.wants_greeting or peer.state not in alive:
+                continue
+            unheard = peer.requests and self._is_silent(peer, now)
             overdue = now - peer.hello_at >= self._limits.resend_s
-            if peer.state is PeerState.CONNECTING and overdue:
-                peer.hello_at = now
-                self.send(peer, self._hello(peer.grid), now)
+            if overdue and (not peer.is_greeted or unheard):
+                self._greet(peer, now)
 
     def reap(self) -> None:
         """Peers that are no more, and that no request needs: sockets and names go back."""

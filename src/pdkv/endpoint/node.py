@@ -107,6 +107,11 @@ class Node:
         """Ranks that share this engine's scheduler."""
         return self.layout.parallel.num_ranks
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether `close` was called."""
+        return self._closing.is_set()
+
     def now(self) -> float:
         """The node's clock, in seconds."""
         return self._clock()

@@ -42,6 +42,8 @@ class Peer:
     route: Route | None = None
     backend_key: str = ""
     grid: int = 0
+    wants_greeting: bool = False  # I receive from this peer: it must have my Hello
+    is_greeted: bool = False  # ... and has answered it
     heard_at: float = 0.0
     said_at: float = 0.0
     hello_at: float = 0.0
@@ -61,10 +63,11 @@ class Peer:
         self.sequence += 1
         return self.sequence
 
-    def renew(self) -> None:
+    def renew(self, epoch: int) -> None:
         """A new way to the peer: frames of the old one no longer count."""
-        self.epoch += 1
+        self.epoch = epoch
         self.sequence = 0
+        self.is_greeted = False
 
     def accept(self, frame: Frame) -> bool:
         """Whether this frame is new; False for doubles and for what an older way left behind."""
@@ -82,6 +85,7 @@ class PeerTable:
     def __init__(self, max_peers: int) -> None:
         self._peers: dict[PeerKey, Peer] = {}
         self._max_peers = max_peers
+        self._epoch = 0
 
     def __iter__(self) -> Iterator[Peer]:
         return iter(list(self._peers.values()))
@@ -99,8 +103,14 @@ class PeerTable:
         if peer is None:
             if len(self._peers) >= self._max_peers:
                 return None
-            peer = self._peers[key] = Peer(key, address)
+            peer = self._peers[key] = Peer(key, address, epoch=self.next_epoch())
         return peer
+
+    def next_epoch(self) -> int:
+        """Grows over this node's life: a peer that was reaped and met again is never older than
+        what the other side remembers of it."""
+        self._epoch += 1
+        return self._epoch
 
     def others_at(self, address: str, incarnation: bytes) -> list[Peer]:
         """Earlier lives that were reached at this address."""

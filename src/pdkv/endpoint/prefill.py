@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint
+from pdkv.endpoint.base import Endpoint, as_int
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
@@ -50,6 +50,7 @@ class PrefillEndpoint(Endpoint):
         ConfigError while an earlier handle of this room has no outcome yet.
         """
         self._admit()
+        room, num_tokens = as_int("room", room), as_int("num_tokens", num_tokens)
         if num_tokens < 1:
             raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
         earlier = self._rooms.get(room)
@@ -73,8 +74,9 @@ class PrefillEndpoint(Endpoint):
         # A handle id serves as the room's open count: it grows, and alike on all ranks.
         self._rooms[room] = handle
         self._exposed[handle.id] = []
-        self._watch(handle.id, OpenKey(room, handle.id), (num_tokens, 0))
+        # The node first: a verdict that came before this call must find what it cancels.
         node.call(lambda now: node.core.requests.open(handle.id, machine, now))
+        self._watch(handle.id, OpenKey(room, handle.id), (num_tokens, 0))
         return handle
 
     def send(
@@ -121,6 +123,10 @@ class PrefillEndpoint(Endpoint):
         after Released.
         """
         self._check_open(handle)
+        try:
+            outcome = Outcome(outcome)
+        except ValueError:
+            raise ConfigError(f"{outcome!r} is no Outcome") from None
         if outcome != Outcome.FAILED:
             if handle.next_token not in (handle.num_tokens, -1):
                 raise ConfigError(f"tokens {handle.next_token}..{handle.num_tokens} were not sent")

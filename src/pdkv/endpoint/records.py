@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
-from pdkv.endpoint.events import TransferStats
+from pdkv.endpoint.events import Change, TransferStats
+from pdkv.limits import Limits
 from pdkv.protocol import Identity, TransferInfo
 from pdkv.request.events import Outcome
+from pdkv.request.machine import Machine
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
+from pdkv.request.states import KVPoll
 
-__all__ = ["Early", "Receiving", "Sending", "Tombstone"]
+__all__ = ["Early", "Graveyard", "Receiving", "Sending", "Tombstone"]
 
 
 @dataclass
@@ -22,6 +26,25 @@ class Receiving:
     stats: TransferStats
     outcome: Outcome = Outcome.CONTINUE
     num_tokens: int = 0
+    told: tuple[object, ...] = ()
+
+    def news(self, now: float) -> Change | None:
+        """Where the request stands, for the gate, where that has changed."""
+        machine = self.machine
+        told = (machine.poll, machine.is_over)
+        if told == self.told:
+            return None
+        self.told = told
+        _note_times(self.stats, machine, now)
+        return Change(
+            ref=machine.identity,
+            poll=machine.poll,
+            released=machine.is_over,
+            cause=machine.cause,
+            outcome=self.outcome,
+            num_tokens=self.num_tokens,
+            stats=self.stats,
+        )
 
 
 @dataclass
@@ -33,6 +56,31 @@ class Sending:
     stats: TransferStats
     told: tuple[object, ...] = ()
     is_bound: bool = False
+
+    def news(self, now: float) -> Change | None:
+        """Where the request stands, for the gate, where that has changed."""
+        machine = self.machine
+        told = (machine.poll, machine.is_over, machine.candidate)
+        if told == self.told:
+            return None
+        self.told = told
+        _note_times(self.stats, machine, now)
+        return Change(
+            ref=self.handle,
+            poll=machine.poll,
+            released=machine.is_over,
+            cause=machine.cause,
+            candidate=machine.candidate,
+            num_tokens=machine.num_tokens,
+            stats=self.stats,
+        )
+
+
+def _note_times(stats: TransferStats, machine: Machine, now: float) -> None:
+    if machine.poll is KVPoll.WaitingForInput:
+        stats.bootstrapped_at = stats.bootstrapped_at or now
+    if machine.poll.is_terminal:
+        stats.concluded_at = stats.concluded_at or now
 
 
 @dataclass(frozen=True)
@@ -51,3 +99,44 @@ class Early:
 
     infos: dict[tuple[bytes, int], TransferInfo] = field(default_factory=dict)
     since: float = 0.0
+
+
+class Graveyard:
+    """Outcomes of what is over, bounded, so that late messages get an answer."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
+        self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
+
+    def bury(self, tombstone: Tombstone) -> None:
+        """Remember an identity; the oldest is forgotten above the limit."""
+        self._tombstones[tombstone.identity] = tombstone
+        while len(self._tombstones) > self._limits.max_tombstones:
+            self._tombstones.popitem(last=False)
+
+    def get(self, identity: Identity) -> Tombstone | None:
+        """How this identity ended, if it is remembered."""
+        return self._tombstones.get(identity)
+
+    def bury_room(self, room: int, cause: str, now: float) -> None:
+        """Remember a room that failed before any reader asked for it."""
+        self._rooms[room] = (cause, now)
+        while len(self._rooms) > self._limits.max_unknown_rooms:
+            self._rooms.popitem(last=False)
+
+    def cause_of_room(self, room: int) -> str:
+        """Why a room failed before anybody asked, or nothing."""
+        return self._rooms.get(room, ("", 0.0))[0]
+
+    def reopen(self, room: int) -> None:
+        """The engine serves the room again."""
+        self._rooms.pop(room, None)
+
+    def expire(self, now: float) -> None:
+        """Forget rooms that nobody asked for in time."""
+        while self._rooms:
+            room, (_, since) = next(iter(self._rooms.items()))
+            if now - since < self._limits.unknown_room_s:
+                break
+            del self._rooms[room]

@@ -14,9 +14,9 @@ import numpy as np
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
-from pdkv.endpoint.records import Early, Receiving, Sending, Tombstone
+from pdkv.endpoint.records import Early, Graveyard, Receiving, Sending, Tombstone
 from pdkv.endpoint.writes import Writes
-from pdkv.errors import ConfigError, PdkvError
+from pdkv.errors import ConfigError
 from pdkv.limits import Limits
 from pdkv.plan import Pairing
 from pdkv.protocol import Failed, Identity, Quiesced, Sent, TransferInfo
@@ -61,7 +61,7 @@ class Requests:
         self._limits = limits
         self._rooms: dict[int, Sending] = {}
         self._early: OrderedDict[int, Early] = OrderedDict()
-        self._tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
+        self._dead = Graveyard(limits)
 
     def run(self, now: float) -> None:
         """Feed everything that waits in the inbox."""
@@ -72,18 +72,16 @@ class Requests:
     def _feed(self, owner: Receiving | Sending, event: Event, now: float) -> None:
         """Run one event through a machine, carry its actions out, report what changed."""
         machine = owner.machine
-        before = (machine.poll, machine.memory)
         try:
             actions = machine.handle(event, now)
             for action in actions:
                 self._carry_out(owner, action, now)
-        except PdkvError as error:  # this request is broken; the others go on
+        except Exception as error:  # this request is broken; the others go on
             _log.exception("request failed inside pdkv\n%s", machine.story())
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
-        if isinstance(owner, Sending):
-            self._report_sender(owner, now)
-        elif (machine.poll, machine.memory) != before:
-            self._report_receiver(owner, now)
+        change = owner.news(now)
+        if change is not None:
+            self.changes.append(change)
 
     def _carry_out(self, owner: Receiving | Sending, action: Action, now: float) -> None:
         match action:
@@ -110,46 +108,6 @@ class Requests:
             return owner.engine
         identity = owner.machine.identity
         return identity.incarnation if identity is not None else b""
-
-    def _report_receiver(self, owner: Receiving, now: float) -> None:
-        machine, stats = owner.machine, owner.stats
-        if machine.poll is KVPoll.WaitingForInput and not stats.bootstrapped_at:
-            stats.bootstrapped_at = now
-        if machine.poll.is_terminal and not stats.concluded_at:
-            stats.concluded_at = now
-        self.changes.append(
-            Change(
-                ref=machine.identity,
-                poll=machine.poll,
-                released=machine.is_over,
-                cause=machine.cause,
-                outcome=owner.outcome,
-                num_tokens=owner.num_tokens,
-                stats=stats,
-            )
-        )
-
-    def _report_sender(self, owner: Sending, now: float) -> None:
-        machine = owner.machine
-        told = (machine.poll, machine.is_over, machine.candidate)
-        if told == owner.told:
-            return
-        owner.told = told
-        if machine.poll is KVPoll.WaitingForInput and not owner.stats.bootstrapped_at:
-            owner.stats.bootstrapped_at = now
-        if machine.poll.is_terminal and not owner.stats.concluded_at:
-            owner.stats.concluded_at = now
-        self.changes.append(
-            Change(
-                ref=owner.handle,
-                poll=machine.poll,
-                released=machine.is_over,
-                cause=machine.cause,
-                candidate=machine.candidate,
-                num_tokens=machine.num_tokens,
-                stats=owner.stats,
-            )
-        )
 
     # -- commands of the decode side ----------------------------------------------------------
 
@@ -188,8 +146,10 @@ class Requests:
                 self.inbox.append((owner, Cancel("too many peers")))
                 continue
             peer.requests.add(request.identity)
-            if peer.state is PeerState.READY:
+            if peer.state is PeerState.READY and peer.is_greeted:
                 self.inbox.append((owner, PeerReady(rank_id)))
+            elif peer.state is PeerState.GONE:
+                self.inbox.append((owner, Cancel(f"prefill rank {rank_id} was declared gone")))
             elif peer.state is PeerState.REFUSED:
                 self.inbox.append((owner, PeerFailed(rank_id, peer.reason)))
         self.run(now)
@@ -221,6 +181,7 @@ class Requests:
 
     def open(self, handle: int, machine: SenderMachine, now: float) -> None:
         """Begin to serve a room."""
+        self._dead.reopen(machine.room)
         owner = Sending(handle, machine, TransferStats(submitted_at=now))
         self.senders[handle] = owner
         self._rooms[machine.room] = owner
@@ -229,15 +190,30 @@ class Requests:
             peer = self._links.get((incarnation, rank_id))
             if peer is not None:
                 self.on_info(peer, info, now)
+        self.run(now)
         self._feed(owner, Tick(), now)
 
     def bind(self, handle: int, identity: Identity, now: float) -> None:
         """The group agreed whom this handle serves."""
         owner = self.senders.get(handle)
-        if owner is not None and owner.machine.identity == identity:
-            owner.is_bound = True
-            self.by_identity[identity] = owner
+        if owner is None:
+            return
+        machine = owner.machine
+        owner.is_bound = True
+        self.by_identity[identity] = owner
+        if machine.identity == identity:
             self._feed(owner, Bind(identity), now)
+            return
+        # A newer attempt came between this rank's vote and the verdict. The verdict stands: the
+        # handle is the older one's, which is superseded; the newer one waits for an open.
+        newer = dict(machine.infos)
+        machine.give_to(identity)
+        attempt = next((info.attempt for info in newer.values()), 0)
+        self._feed(owner, Cancel(f"superseded by attempt {attempt}"), now)
+        for rank_id, info in newer.items():
+            peer = self._links.get((info.incarnation, rank_id))
+            if peer is not None:
+                self._keep_early(peer, info, now)
 
     def feed_sender(self, handle: int, event: Event, now: float) -> None:
         """`send`, `finish` or `abort` of the engine. A handle that is over ignores it."""
@@ -262,10 +238,14 @@ class Requests:
             machine = sending.machine
             if self._rooms.get(machine.room) is sending:
                 del self._rooms[machine.room]
-            if machine.identity is not None:
+            if machine.identity is None:
+                self._dead.bury_room(machine.room, machine.cause, now)
+            else:
                 self.by_identity.pop(machine.identity, None)
                 prefix = next((i.decode_prefix_len for i in machine.infos.values()), 0)
-                self._bury(Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens))
+                self._dead.bury(
+                    Tombstone(machine.identity, machine.cause, prefix, machine.num_tokens)
+                )
                 self._leave_peers(machine.identity)
         else:
             self.receivers.pop(ref, None)
@@ -275,17 +255,12 @@ class Requests:
         for peer in self._links.peers:
             peer.requests.discard(identity)
 
-    def _bury(self, tombstone: Tombstone) -> None:
-        self._tombstones[tombstone.identity] = tombstone
-        while len(self._tombstones) > self._limits.max_tombstones:
-            self._tombstones.popitem(last=False)
-
     # -- what peers say about requests -----------------------------------------------------------
 
     def on_info(self, peer: Peer, info: TransferInfo, now: float) -> None:
         """A reader asks for a request's bytes."""
         identity = info.identity
-        if identity in self._tombstones:
+        if self._dead.get(identity) is not None:
             self.on_ask(peer, identity, now)
             return
         problem = self._info_problem(peer, info)
@@ -297,7 +272,13 @@ class Requests:
             return
         machine = owner.machine if owner is not None else None
         current = machine.identity if machine is not None else None
-        if owner is None or machine is None or (machine.poll.is_terminal and current != identity):
+        failed = self._dead.cause_of_room(info.room)
+        if machine is not None and machine.poll is KVPoll.Failed and current is None:
+            failed = machine.cause
+        if failed:
+            # Prefill failed the room before anybody asked; an `open` of its own ends this answer.
+            self._refuse(peer, identity, failed, now)
+        elif owner is None or machine is None or (machine.poll.is_terminal and current != identity):
             self._keep_early(peer, info, now)
         elif current is None or current == identity:
             self._give_info(owner, peer, info)
@@ -361,9 +342,7 @@ class Requests:
 
     def on_abort(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """A reader gave up. Whatever this rank knows of the identity, Quiesced must follow."""
-        owner = self.by_identity.get(identity)
-        if owner is None:
-            owner = next((o for o in self.senders.values() if o.machine.identity == identity), None)
+        owner = self._sender_of(identity)
         if owner is not None:
             self.inbox.append((owner, PeerFailed(peer.rank_id, cause)))
             return
@@ -372,17 +351,22 @@ class Requests:
             early.infos = {k: i for k, i in early.infos.items() if i.identity != identity}
             if not early.infos:
                 del self._early[identity.room]
-        self._bury(Tombstone(identity, cause))
+        self._dead.bury(Tombstone(identity, cause))
         self._links.send(peer, Quiesced(identity), now)
 
     def on_ask(self, peer: Peer, identity: Identity, now: float) -> None:
         """A reader misses news of a request: the live machine answers, or the tombstone."""
-        owner = self.by_identity.get(identity)
-        tombstone = self._tombstones.get(identity)
+        owner = self._sender_of(identity)
+        tombstone = self._dead.get(identity)
+        early = self._early.get(identity.room)
         if owner is not None:
             self.inbox.append((owner, Asked(peer.rank_id)))
+        elif early is not None and any(i.identity == identity for i in early.infos.values()):
+            return  # it waits for the engine to open the room
         elif tombstone is None or tombstone.cause or peer.pairing is None:
             cause = tombstone.cause if tombstone else "unknown request"
+            # What was answered so must stay so: a TransferInfo that is still under way is late.
+            self._dead.bury(Tombstone(identity, cause))
             self._refuse(peer, identity, cause, now)
         else:
             tags = peer.pairing.writer_tags(
@@ -390,6 +374,13 @@ class Requests:
             )
             pairs = tuple((tag.component, tag.chunk) for tag in tags)
             self._links.send(peer, Sent(identity, pairs), now)
+
+    def _sender_of(self, identity: Identity) -> Sending | None:
+        """The sender that serves this identity, bound or about to be."""
+        bound = self.by_identity.get(identity)
+        if bound is not None:
+            return bound
+        return next((s for s in self.senders.values() if s.machine.identity == identity), None)
 
     def _refuse(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """Nothing was and nothing will be written for this identity to this peer."""
@@ -419,6 +410,7 @@ class Requests:
         """Deadlines of requests and of rooms that nobody opened."""
         for owner in self.owners():
             self.inbox.append((owner, Tick()))
+        self._dead.expire(now)
         while self._early:
             room, early = next(iter(self._early.items()))
             if now - early.since < self._limits.unknown_room_s:
@@ -426,7 +418,7 @@ class Requests:
             del self._early[room]
             for key, info in early.infos.items():
                 peer = self._links.get(key)
-                self._bury(Tombstone(info.identity, "room was never opened"))
+                self._dead.bury(Tombstone(info.identity, "room was never opened"))
                 if peer is not None:
                     self._refuse(peer, info.identity, "room was never opened", now)
 

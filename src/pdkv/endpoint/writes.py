@@ -79,7 +79,12 @@ class Writes:
         waiting: deque[_Write] = deque()
         while self._pending:
             write = self._pending.popleft()
-            if not all(event.query() for event in write.ready):
+            try:
+                is_ready = all(event.query() for event in write.ready)
+            except Exception as error:  # nothing of this tag was moved
+                self._end(write, f"ready event: {error}", quiet=True)
+                continue
+            if not is_ready:
                 waiting.append(write)
                 continue
             write.ready = ()
@@ -102,9 +107,11 @@ class Writes:
             note = self._notification(write) if is_last else b""
             posting = self._clock()
             transfer_id = self._backend.post(write.peer.backend_key, runs, note)
-        except PdkvError as error:  # nothing of this part was moved
-            event = WriteEnded(write.peer.rank_id, write.tag, str(error))
-            self._failed.append((write.owner, event))
+        except PdkvError as error:  # nothing of this part was moved, and earlier parts are complete
+            self._end(write, str(error), quiet=True)
+            return True
+        except Exception as error:  # a backend that breaks its contract: who knows
+            self._end(write, f"{type(error).__name__}: {error}", quiet=False)
             return True
         if transfer_id is None:
             return False
@@ -114,6 +121,10 @@ class Writes:
         self._count(write, runs)
         self._in_flight[transfer_id] = write
         return True
+
+    def _end(self, write: _Write, error: str, *, quiet: bool) -> None:
+        event = WriteEnded(write.peer.rank_id, write.tag, error, quiet)
+        self._failed.append((write.owner, event))
 
     def _notification(self, write: _Write) -> bytes:
         if not self._backend.capabilities.notifications:

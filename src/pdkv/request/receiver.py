@@ -181,7 +181,7 @@ class ReceiverMachine(Machine):
         if self.poll is KVPoll.Bootstrapping and now - self._started_at > limits.handshake_s:
             return self._fail(self._late("handshake", limits.handshake_s), now)
         if self.poll is KVPoll.WaitingForInput and now - self.changed_at > limits.queued_s:
-            return self._fail(self._late("the first bytes", limits.queued_s), now)
+            return self._fail(self._late("first bytes", limits.queued_s), now)
         if self.poll is KVPoll.Transferring:
             if now - self._progress_at > limits.progress_s:
                 return self._fail(self._late("further bytes", limits.progress_s), now)

@@ -144,6 +144,13 @@ class SenderMachine(Machine):
             self._quiet()
         return actions
 
+    def give_to(self, identity: Identity) -> None:
+        """The group bound this handle to an attempt that a newer one has replaced here: nothing
+        was posted for either, and what the newer one sent is dropped."""
+        assert not self._is_bound
+        self.identity = identity
+        self.infos.clear()
+
     def _on_info(self, event: InfoReceived, now: float) -> list[Action]:
         info, peer = event.info, event.peer
         if self.poll.is_terminal:
@@ -216,11 +223,14 @@ class SenderMachine(Machine):
             prefix = self.infos[peer].decode_prefix_len
             if self._first_token is not None and self._first_token > prefix:
                 cause = f"tokens {prefix}..{self._first_token} were never sent"
-                return self._fail(cause, now)
+                return actions + self._fail(cause, now)
             while queue and self._is_ready(queue[0], prefix):
                 tag = queue.popleft()
                 self.in_flight.add((peer, tag))
                 actions.append(PostTag(peer, tag, self._events_for(tag, prefix)))
+            if queue and self.finish is not None:
+                cause = f"finished, but tokens {self._computed}..{self.num_tokens} were never sent"
+                return actions + self._fail(cause, now)
         if actions:
             self._move(Trigger.PROGRESSED, now)
         return actions
