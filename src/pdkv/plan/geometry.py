@@ -10,8 +10,6 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 from pdkv.errors import ConfigError
 from pdkv.layout import Component, EngineLayout
 from pdkv.plan.ownership import Ownership, Share
@@ -175,16 +173,6 @@ class Geometry:
                 stop = min(stop, (first + units.stop) * unit)
             if units and start < stop:
                 yield Stretch(i, start, stop)
-
-    def num_common(
-        self, src_rank_id: int, dst_rank_id: int, stretch: Stretch, tag: Tag, num_tokens: int
-    ) -> int:
-        """Elements of a stretch that the CP ranks of both sides hold."""
-        src_map, dst_map = self.token_maps(tag.component, num_tokens)
-        elements = np.arange(stretch.start, stretch.stop, dtype=np.int64)
-        at_src = src_map.holds(self.src_ranks[src_rank_id].cp_rank, elements)
-        at_dst = dst_map.holds(self.dst_ranks[dst_rank_id].cp_rank, elements)
-        return int((at_src & at_dst).sum())
 
     def sent_chunks(
         self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int

@@ -198,23 +198,12 @@ class Pairing:
         Elements that both hold and that this writer is chosen for, times layers and heads shared,
         times the bytes of a head in each field. Of a partial last page only its tokens count.
         """
-        geometry, total = self._geometry, 0
-        for tag in self.writer_tags(src_rank_id, dst_rank_id, decode_prefix_len, num_tokens):
-            if tag.component == self._aux_component:
-                continue
-            component = geometry.component(tag.component)
-            shares = geometry.shares(src_rank_id, dst_rank_id, tag.component)
-            for stretch in geometry.stretches(
-                src_rank_id, dst_rank_id, tag, decode_prefix_len, num_tokens
-            ):
-                share = shares[stretch.share]
-                nbytes = sum(
-                    len(heads) * field.head_nbytes
-                    for heads, field in zip(share.heads, component.fields, strict=True)
-                )
-                elements = geometry.num_common(src_rank_id, dst_rank_id, stretch, tag, num_tokens)
-                total += elements * len(share.layer_ids) * nbytes
-        return total
+        tags = self.writer_tags(src_rank_id, dst_rank_id, decode_prefix_len, num_tokens)
+        pair = (src_rank_id, dst_rank_id)
+        return sum(
+            flow(self._geometry, pair, tags, c, decode_prefix_len, num_tokens).nbytes
+            for c in range(self._aux_component)
+        )
 
     def flows(
         self, decode_prefix_len: int, num_tokens: int, component: int = 0

@@ -146,6 +146,16 @@ def _page_cuts(src_page: int, dst_page: int, start: int, stop: int) -> Ints:
     return np.concatenate(([start], cuts, [stop]))
 
 
+def num_shared(
+    src: TokenMap, src_cp_rank: int, dst: TokenMap, dst_cp_rank: int, start: int, stop: int
+) -> int:
+    """How many of the elements [start, stop) both ranks hold. Both maps are bound."""
+    if len(src.owners) == 1 and len(dst.owners) == 1:
+        return max(0, stop - start)
+    elements = np.arange(start, stop, dtype=np.int64)
+    return int((src.holds(src_cp_rank, elements) & dst.holds(dst_cp_rank, elements)).sum())
+
+
 def shares_tokens(
     src: TokenMap, src_cp_rank: int, dst: TokenMap, dst_cp_rank: int, start: int, stop: int
 ) -> bool:
@@ -156,9 +166,7 @@ def shares_tokens(
         return True
     if stop - start >= math.lcm(src.cycle, dst.cycle):
         return ever_share(src, src_cp_rank, dst, dst_cp_rank)
-    elements = np.arange(start, stop, dtype=np.int64)
-    both = src.holds(src_cp_rank, elements) & dst.holds(dst_cp_rank, elements)
-    return bool(both.any())
+    return num_shared(src, src_cp_rank, dst, dst_cp_rank, start, stop) > 0
 
 
 def ever_share(src: TokenMap, src_cp_rank: int, dst: TokenMap, dst_cp_rank: int) -> bool:

@@ -5,10 +5,11 @@ Counts what the planner would move, without addresses. Layer 1.
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from pdkv.plan.geometry import Geometry, Tag
-from pdkv.plan.tokens import segments
+from pdkv.plan.tokens import num_shared
 
 __all__ = ["Flow", "flow"]
 
@@ -42,25 +43,28 @@ def flow(
     component, shares = geometry.components[c], geometry.shares(src_id, dst_id, c)
     src_map, dst_map = geometry.token_maps(c, num_tokens)
     cps = (geometry.src_ranks[src_id].cp_rank, geometry.dst_ranks[dst_id].cp_rank)
+    per_share: Counter[int] = Counter()
+    for tag in tags:
+        if tag.component == c:
+            for part in geometry.stretches(src_id, dst_id, tag, decode_prefix_len, num_tokens):
+                per_share[part.share] += num_shared(
+                    src_map, cps[0], dst_map, cps[1], part.start, part.stop
+                )
     layers: dict[int, None] = {}
     heads: dict[int, None] = {}
     num_elements = nbytes = 0
-    for tag in tags:
-        if tag.component != c:
+    held = geometry.dst_heads(dst_id, c)
+    for i, count in sorted(per_share.items()):
+        if not count:
             continue
-        for part in geometry.stretches(src_id, dst_id, tag, decode_prefix_len, num_tokens):
-            share = shares[part.share]
-            cut = segments(src_map, cps[0], dst_map, cps[1], part.start, part.stop)
-            elements = int(cut.length.sum()) * len(share.layer_ids)
-            if not elements:
-                continue
-            layers.update(dict.fromkeys(share.layer_ids))
-            held = geometry.dst_heads(dst_id, c)
-            heads.update(dict.fromkeys(held[at_dst] for _, at_dst in share.heads[0]))
-            num_elements += elements
-            nbytes += elements * sum(
-                len(pairs) * spec.head_nbytes
-                for pairs, spec in zip(share.heads, component.fields, strict=True)
-            )
-    order = sorted(heads, key=list(geometry.dst_heads(dst_id, c)).index)
+        share = shares[i]
+        elements = count * len(share.layer_ids)
+        layers.update(dict.fromkeys(share.layer_ids))
+        heads.update(dict.fromkeys(held[at_dst] for _, at_dst in share.heads[0]))
+        num_elements += elements
+        nbytes += elements * sum(
+            len(pairs) * spec.head_nbytes
+            for pairs, spec in zip(share.heads, component.fields, strict=True)
+        )
+    order = sorted(heads, key=list(held).index)
     return Flow(src_id, dst_id, tuple(sorted(layers)), tuple(order), num_elements, nbytes)
