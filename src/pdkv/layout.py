@@ -177,6 +177,11 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
         kv = Component(name="kv", layer_ids=tuple(range(num_layers)), fields=(latent,))
         return cls(components=(kv,), aux=tuple(aux))
 
+    @property
+    def own_page_components(self) -> tuple[int, ...]:
+        """Indices of the components whose ids stand in `state_ids`, in that order."""
+        return tuple(i for i, c in enumerate(self.components) if c.own_page_ids)
+
     def component(self, name: str) -> Component:
         """The component called `name`; KeyError otherwise."""
         for component in self.components:

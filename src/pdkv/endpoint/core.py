@@ -16,13 +16,11 @@ from collections.abc import Callable
 from pdkv.endpoint.events import Health, WaitingRequest
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
-from pdkv.endpoint.records import Receiving
+from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import RemoteProtocolError
 from pdkv.interfaces import ControlChannel, TransferBackend
-from pdkv.layout import EngineLayout, PoolLayout
-from pdkv.limits import Limits
 from pdkv.plan import Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
@@ -30,6 +28,7 @@ from pdkv.protocol import (
     AnyMessage,
     Ask,
     Failed,
+    Frame,
     Hello,
     Identity,
     Keepalive,
@@ -52,6 +51,7 @@ from pdkv.request.events import (
     PeerSeen,
     TagArrived,
     TagsReported,
+    WriteEnded,
 )
 
 __all__ = ["NodeCore"]
@@ -67,35 +67,22 @@ class NodeCore:
         *,
         backend: TransferBackend,
         control: ControlChannel,
-        layout: EngineLayout,
-        rank_id: int,
-        pool: PoolLayout,
+        local: LocalRank,
         aux: AuxBuffers,
-        incarnation: bytes,
-        limits: Limits,
         clock: Callable[[], float],
     ) -> None:
         self.counters: Counter[str] = Counter()
-        self.links = Links(
-            backend=backend,
-            control=control,
-            layout=layout,
-            rank_id=rank_id,
-            pool=pool,
-            incarnation=incarnation,
-            limits=limits,
-            counters=self.counters,
-        )
+        self.links = Links(backend=backend, control=control, local=local, counters=self.counters)
         self.writes = Writes(backend=backend, aux=aux, clock=clock)
         self.requests = Requests(
-            links=self.links, writes=self.writes, rank_id=rank_id, limits=limits
+            links=self.links, writes=self.writes, rank_id=local.rank_id, limits=local.limits
         )
         self._backend = backend
         self._control = control
-        self._layout = layout
+        self._aux_component = len(local.layout.kv.components)
         self._aux = aux
-        self._incarnation = incarnation
-        self._limits = limits
+        self._incarnation = local.incarnation
+        limits = self._limits = local.limits
         self._commands: deque[Callable[[float], None]] = deque()
         self._ticked_at = 0.0
         self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
@@ -157,7 +144,7 @@ class NodeCore:
             self._on_refused(frame.from_rank_id, message)
             return
         if isinstance(message, Hello):
-            self._on_hello(data, message, now)
+            self._on_hello(frame, message, now)
             return
         peer = self.links.get((frame.from_incarnation, frame.from_rank_id))
         if peer is None or frame.to_incarnation != self._incarnation:
@@ -171,8 +158,7 @@ class NodeCore:
             peer.state = PeerState.READY
         self._on_message(peer, message, now)
 
-    def _on_hello(self, data: bytes, hello: Hello, now: float) -> None:
-        frame = decode_frame(data)
+    def _on_hello(self, frame: Frame, hello: Hello, now: float) -> None:
         for old in self.links.peers.others_at(hello.address, frame.from_incarnation):
             if old.state not in (PeerState.LOST, PeerState.GONE):
                 old.state = PeerState.LOST
@@ -237,7 +223,7 @@ class NodeCore:
         owner = self.requests.receivers.get(identity)
         if owner is None or owner.engine != peer.key[0]:
             return
-        aux = len(self._layout.kv.components)
+        aux = self._aux_component
         event: Event = TagsReported(peer.rank_id, tags)
         if any(component == aux for component, _ in tags):
             checked = self._arrived(owner, Tag(peer.rank_id, aux, 0))
@@ -246,7 +232,7 @@ class NodeCore:
 
     def _arrived(self, owner: Receiving, tag: Tag) -> Event:
         """A tag is in memory. The aux row must carry the stamp of exactly this identity."""
-        if tag.component != len(self._layout.kv.components):
+        if tag.component != self._aux_component:
             return TagArrived(tag)
         request = owner.machine.request
         stamp = self._aux.read_stamp(request.dst_aux_index)
@@ -259,10 +245,10 @@ class NodeCore:
         owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
         return TagArrived(tag)
 
-    def _tell_delivered(self, owner: object, event: Event, now: float) -> None:
-        sent = self.writes.delivered(owner, event)  # type: ignore[arg-type]
+    def _tell_delivered(self, owner: Sending, event: WriteEnded, now: float) -> None:
+        sent = self.writes.delivered(owner, event)
         if sent is not None:
-            peer = self.links.get((sent.identity.incarnation, event.peer))  # type: ignore[attr-defined]
+            peer = self.links.get((sent.identity.incarnation, event.peer))
             if peer is not None:
                 self.links.send(peer, sent, now)
 

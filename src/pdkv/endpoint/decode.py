@@ -129,6 +129,6 @@ class DecodeEndpoint(Endpoint):
                 raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
             if len(np.unique(page_ids)) != len(page_ids):
                 raise ConfigError("a page id appears twice")
-        own = [c for c in node.layout.kv.components if c.own_page_ids]
+        own = node.layout.kv.own_page_components
         if len(state_ids) != len(own):
             raise ConfigError(f"{len(state_ids)} lists of state ids for {len(own)} components")

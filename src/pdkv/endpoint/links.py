@@ -10,10 +10,10 @@ from collections import Counter, deque
 
 from pdkv.endpoint.events import Refusal
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
+from pdkv.endpoint.records import LocalRank
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, TransferBackend
-from pdkv.layout import EngineLayout, PoolLayout
-from pdkv.limits import Limits
+from pdkv.layout import EngineLayout
 from pdkv.plan import Pairing, validate
 from pdkv.protocol import (
     MIN_PROTOCOL_VERSION,
@@ -40,22 +40,14 @@ class Links:
         *,
         backend: TransferBackend,
         control: ControlChannel,
-        layout: EngineLayout,
-        rank_id: int,
-        pool: PoolLayout,
-        incarnation: bytes,
-        limits: Limits,
+        local: LocalRank,
         counters: Counter[str],
     ) -> None:
-        self.peers = PeerTable(limits.max_peers)
+        self.peers = PeerTable(local.limits.max_peers)
         self.refusals: deque[Refusal] = deque(maxlen=_MAX_REFUSALS)
         self._backend = backend
         self._control = control
-        self._layout = layout
-        self._rank_id = rank_id
-        self._pool = pool
-        self._incarnation = incarnation
-        self._limits = limits
+        self._local = local
         self._counters = counters
         self._pairings: dict[str, Pairing] = {}
         self._metadata = backend.metadata()
@@ -74,8 +66,8 @@ class Links:
     ) -> None:
         data = encode_frame(
             message,
-            from_incarnation=self._incarnation,
-            from_rank_id=self._rank_id,
+            from_incarnation=self._local.incarnation,
+            from_rank_id=self._local.rank_id,
             to_incarnation=incarnation,
             epoch=epoch,
             sequence=sequence,
@@ -115,16 +107,16 @@ class Links:
 
     def _is_silent(self, peer: Peer, now: float) -> bool:
         """It may have forgotten me, and would drop what I say as a stranger's."""
-        return now - peer.heard_at > 2 * self._limits.keepalive_s
+        return now - peer.heard_at > 2 * self._local.limits.keepalive_s
 
     def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
         return Hello(
             version=PROTOCOL_VERSION,
             min_version=MIN_PROTOCOL_VERSION,
-            rank_id=self._rank_id,
+            rank_id=self._local.rank_id,
             address=self._control.address,
-            engine=self._layout,
-            pool=self._pool,
+            engine=self._local.layout,
+            pool=self._local.pool,
             backend=self._backend.name,
             metadata=self._metadata,
             is_reply=is_reply,
@@ -139,8 +131,8 @@ class Links:
         key = (frame.from_incarnation, frame.from_rank_id)
         known = self.peers.get(key)
         if hello.is_reply:
-            return self._on_reply(known, hello, now)
-        if frame.to_incarnation and frame.to_incarnation != self._incarnation:
+            return self._on_reply(known, hello)
+        if frame.to_incarnation and frame.to_incarnation != self._local.incarnation:
             text = "another life of this engine answers here: it was restarted"
             self._refuse(hello.address, frame, "incarnation", text)
             return None
@@ -151,7 +143,7 @@ class Links:
         if peer.hello != hello:
             try:
                 self._learn(peer, hello)
-            except (LayoutMismatch, PdkvError) as error:
+            except PdkvError as error:
                 field = error.field if isinstance(error, LayoutMismatch) else "backend"
                 peer.state, peer.reason = PeerState.REFUSED, str(error)
                 self._refuse(hello.address, frame, field, str(error))
@@ -161,7 +153,7 @@ class Links:
         self.send(peer, self._hello(peer.pairing.grid, is_reply=True), now)
         return peer
 
-    def _on_reply(self, peer: Peer | None, hello: Hello, now: float) -> Peer | None:
+    def _on_reply(self, peer: Peer | None, hello: Hello) -> Peer | None:
         if peer is None:
             return None
         peer.hello = peer.hello or hello
@@ -183,25 +175,21 @@ class Links:
         if hello.grid and hello.grid != pairing.grid:
             raise LayoutMismatch("grid", pairing.grid, hello.grid)
         route = None
-        if peer.rank_id in pairing.readers(self._rank_id):
-            route = pairing.route(self._rank_id, peer.rank_id, self._pool, hello.pool)
+        if peer.rank_id in pairing.readers(self._local.rank_id):
+            route = pairing.route(self._local.rank_id, peer.rank_id, self._local.pool, hello.pool)
             peer.backend_key = self._backend.connect(hello.metadata)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
 
     def pairing_to(self, dst: EngineLayout) -> Pairing:
         """This engine as the source of `dst`, computed once per layout."""
-        return self._pairing("to", self._layout, dst)
-
-    def _pairing(self, way: str, src: EngineLayout, dst: EngineLayout) -> Pairing:
-        other = dst if way == "to" else src
-        key = f"{way}:{other.fingerprint()}"
+        key = dst.fingerprint()
         if key not in self._pairings:
-            self._pairings[key] = validate(src, dst)
+            self._pairings[key] = validate(self._local.layout, dst)
         return self._pairings[key]
 
     def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
         self._note_refusal(address, field, text)
-        refused = Refused(field, text, frame.to_incarnation or self._incarnation)
+        refused = Refused(field, text, frame.to_incarnation or self._local.incarnation)
         self._send_to(address, frame.from_incarnation, frame.epoch, frame.sequence, refused)
 
     def _note_refusal(self, address: str, field: str, text: str) -> None:
@@ -225,7 +213,8 @@ class Links:
         silent = [
             peer
             for peer in self.peers
-            if peer.state is PeerState.READY and now - peer.heard_at > self._limits.peer_lost_s
+            if peer.state is PeerState.READY
+            and now - peer.heard_at > self._local.limits.peer_lost_s
         ]
         for peer in silent:
             peer.state = PeerState.LOST
@@ -239,7 +228,7 @@ class Links:
             if not peer.wants_greeting or peer.state not in alive:
                 continue
             unheard = peer.requests and self._is_silent(peer, now)
-            overdue = now - peer.hello_at >= self._limits.resend_s
+            overdue = now - peer.hello_at >= self._local.limits.resend_s
             if overdue and (not peer.is_greeted or unheard):
                 self._greet(peer, now)
 

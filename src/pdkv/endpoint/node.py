@@ -17,9 +17,10 @@ from typing import Self
 
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change, Health
+from pdkv.endpoint.records import LocalRank
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
-from pdkv.layout import EngineLayout, MemoryRegion, PoolLayout
+from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
@@ -70,17 +71,12 @@ class Node:
         self._backend = backend
         self._control = control
         self._clock = clock
-        self._regions: tuple[MemoryRegion, ...] = pool.regions
-        backend.register(self._regions)
+        backend.register(pool.regions)
         self.core = NodeCore(
             backend=backend,
             control=control,
-            layout=layout,
-            rank_id=rank_id,
-            pool=pool,
+            local=LocalRank(layout, rank_id, pool, incarnation, self.limits),
             aux=aux,
-            incarnation=incarnation,
-            limits=self.limits,
             clock=clock,
         )
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}

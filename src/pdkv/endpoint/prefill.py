@@ -41,8 +41,7 @@ class PrefillEndpoint(Endpoint):
         super().__init__(node)
         self._next_handle = 1
         self._rooms: dict[int, PrefillHandle] = {}
-        components = node.layout.kv.components
-        self._own = [c for c, component in enumerate(components) if component.own_page_ids]
+        self._own = node.layout.kv.own_page_components
 
     def open(self, room: int, num_tokens: int) -> PrefillHandle:
         """Serve `room`, whose prompt has `num_tokens` tokens, for whichever attempt asks.

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from pdkv.endpoint.events import Change, TransferStats
+from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
 from pdkv.protocol import Identity, TransferInfo
 from pdkv.request.events import Outcome
@@ -14,7 +15,18 @@ from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
 
-__all__ = ["Early", "Graveyard", "Receiving", "Sending", "Tombstone"]
+__all__ = ["Early", "Graveyard", "LocalRank", "Receiving", "Sending", "Tombstone"]
+
+
+@dataclass(frozen=True)
+class LocalRank:
+    """Who this node is: its place in its engine, where its memory lies, and its bounds."""
+
+    layout: EngineLayout
+    rank_id: int
+    pool: PoolLayout
+    incarnation: bytes
+    limits: Limits
 
 
 @dataclass
@@ -55,7 +67,6 @@ class Sending:
     machine: SenderMachine
     stats: TransferStats
     told: tuple[object, ...] = ()
-    is_bound: bool = False
 
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""

@@ -92,9 +92,10 @@ class Requests:
             case PostTag(rank_id, tag, ready):
                 assert isinstance(owner, Sending)
                 peer = self._links.get((self.engine_of(owner), rank_id))
-                problem = "" if peer and peer.route else f"no route to decode rank {rank_id}"
-                if peer is None or problem:
-                    self.inbox.append((owner, WriteEnded(rank_id, tag, problem)))
+                if peer is None or peer.route is None:
+                    self.inbox.append(
+                        (owner, WriteEnded(rank_id, tag, f"no route to decode rank {rank_id}"))
+                    )
                 else:
                     self._writes.queue(owner, peer, tag, ready)
             case Abandon():
@@ -199,7 +200,6 @@ class Requests:
         if owner is None:
             return
         machine = owner.machine
-        owner.is_bound = True
         self.by_identity[identity] = owner
         if machine.identity == identity:
             self._feed(owner, Bind(identity), now)
@@ -286,7 +286,7 @@ class Requests:
             self._refuse(peer, identity, "room is live for another decode engine", now)
         elif identity.attempt < current.attempt:
             self._refuse(peer, identity, f"superseded by attempt {current.attempt}", now)
-        elif owner.is_bound:
+        elif machine.is_bound:
             self.inbox.append((owner, Cancel(f"superseded by attempt {identity.attempt}")))
             self._keep_early(peer, info, now)
         else:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
@@ -33,7 +31,7 @@ class _Write:
     ready: tuple[ReadyEvent, ...]
     parts: deque[Runs] | None = None
     posted_at: float = 0.0
-    is_aux: bool = field(default=False)
+    is_aux: bool = False
 
 
 class Writes:
@@ -48,16 +46,6 @@ class Writes:
         self._pending: deque[_Write] = deque()
         self._in_flight: dict[int, _Write] = {}
         self._failed: list[tuple[Sending, WriteEnded]] = []
-
-    @property
-    def num_in_flight(self) -> int:
-        """Transfers that the backend has and has not ended."""
-        return len(self._in_flight)
-
-    @property
-    def num_pending(self) -> int:
-        """Tags that wait for their source or for room in the backend's queue."""
-        return len(self._pending)
 
     def queue(self, owner: Sending, peer: Peer, tag: Tag, ready: tuple[ReadyEvent, ...]) -> None:
         """Write this tag as soon as its source is ready and the backend has room."""
@@ -158,8 +146,7 @@ class Writes:
                 num_tokens=machine.num_tokens,
             )
             return deque([route.plan_aux(machine.finish.aux_index, info.dst_aux_index)])
-        components = machine.pairing.src.kv.components
-        own = [c for c, component in enumerate(components) if component.own_page_ids]
+        own = machine.pairing.src.kv.own_page_components
         ids = info.state_ids(own.index(tag.component)) if tag.component in own else info.page_ids()
         source = tag.component if tag.component in own else 0
         runs = route.plan(
@@ -174,8 +161,10 @@ class Writes:
 
     def _split(self, runs: Runs) -> list[Runs]:
         limit = self._backend.limits.max_runs_per_post
-        count = max(1, -(-runs.num_runs // limit))
-        return [Runs(*(np.array_split(column, count)[i] for column in runs)) for i in range(count)]
+        if runs.num_runs <= limit:
+            return [runs]
+        starts = range(0, runs.num_runs, limit)
+        return [Runs(*(column[i : i + limit] for column in runs)) for i in starts]
 
     def poll(self) -> list[tuple[Sending, WriteEnded]]:
         """What ended since the last call."""

@@ -72,7 +72,7 @@ class SenderMachine(Machine):
         self.unsettled: set[int] = set()
         self._rank_id = rank_id
         self._limits = limits
-        self._is_bound = False
+        self.is_bound = False
         self._first_token: int | None = None
         self._computed = 0
         self._ready: list[tuple[int, ReadyEvent]] = []
@@ -147,7 +147,7 @@ class SenderMachine(Machine):
     def give_to(self, identity: Identity) -> None:
         """The group bound this handle to an attempt that a newer one has replaced here: nothing
         was posted for either, and what the newer one sent is dropped."""
-        assert not self._is_bound
+        assert not self.is_bound
         self.identity = identity
         self.infos.clear()
 
@@ -182,9 +182,9 @@ class SenderMachine(Machine):
         return ""
 
     def _on_bind(self, now: float) -> list[Action]:
-        if self._is_bound or self.poll.is_terminal or self.pairing is None:
+        if self.is_bound or self.poll.is_terminal or self.pairing is None:
             return []
-        self._is_bound = True
+        self.is_bound = True
         self._move(Trigger.BOOTSTRAPPED, now)
         for peer, info in sorted(self.infos.items()):
             self._done[peer] = []
@@ -216,7 +216,7 @@ class SenderMachine(Machine):
 
     def _post(self, now: float) -> list[Action]:
         """Ask for the write of every tag whose tokens are there."""
-        if self.poll.is_terminal or not self._is_bound or self.pairing is None:
+        if self.poll.is_terminal or not self.is_bound or self.pairing is None:
             return []
         actions: list[Action] = []
         for peer, queue in self._queues.items():
