@@ -59,8 +59,8 @@ MUTANTS = (
     Mutant(
         "src stride used at dst",
         "pdkv.plan.pieces",
-        "placed.dst_page_id * self.dst_page_stride",
-        "placed.dst_page_id * self.src_page_stride",
+        "placed.dst_page_id, self.dst_page_stride",
+        "placed.dst_page_id, self.src_page_stride",
     ),
     Mutant(
         "dst pages paired by position from the first page",

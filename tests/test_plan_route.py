@@ -28,6 +28,7 @@ from pdkv.plan import (
     coalesce_pages,
     validate,
 )
+from pdkv.plan.pages import require_distinct
 
 KV = KVLayout.mha(num_layers=2, total_kv_heads=4, head_dim=8, dtype="bfloat16")
 HEAD = 16
@@ -161,6 +162,15 @@ class TestRefusals:
         same = (engine(), pool())
         with pytest.raises(ConfigError, match=message):
             plan(route(same, same), src, dst, 8)
+
+    def test_a_page_named_twice_among_many_is_found_with_a_buffer_too(self) -> None:
+        ids, buffer = np.random.default_rng(5).permutation(64), RunBuffer()
+        require_distinct(ids, 64, buffer)
+        ids[40] = ids[7]
+        for kept in (buffer, None):
+            with pytest.raises(ConfigError, match=f"names page {ids[7]} twice"):
+                require_distinct(ids, 64, kept)
+        require_distinct(ids[8:40], 64, buffer)
 
     def test_a_page_that_is_not_known_may_stay_so_until_it_is_needed(self) -> None:
         layout = engine(chunk_tokens=4)

@@ -14,11 +14,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import ConfigError
+from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints, Segments
 
 __all__ = ["PageIds", "PageTable", "Placed", "as_ids", "place", "require_distinct"]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
+_MARKED_PER_ID = 64  # below so many pages per id, marking pages is faster than sorting ids
+_NO_OFFSETS = np.zeros(1, np.int64)
+_NO_OFFSETS.flags.writeable = False
 
 
 class Placed(NamedTuple):
@@ -46,11 +50,11 @@ class PageTable:
         if len(ids) != self.length:
             raise ConfigError(f"{self.side}_page_ids has {len(ids)} entries, not {self.length}")
         if self.page == 1:
-            pages, offsets = elements, np.zeros(1, np.int64)
+            pages, offsets = elements, _NO_OFFSETS
         else:
             pages = elements // self.page
             offsets = elements - pages * self.page
-        found = ids[pages - self.first if self.first else pages]
+        found = self._pick(ids, pages)
         # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
         if int(found.view(np.uint64).max()) >= self.num_pages:
             bad = int(found[(found < 0) | (found >= self.num_pages)][0])
@@ -58,21 +62,40 @@ class PageTable:
             raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
         return found, offsets
 
+    def _pick(self, ids: Ints, pages: Ints) -> Ints:
+        first, last = int(pages[0]) - self.first, int(pages[-1]) - self.first
+        # Local pages ascend: as many different ones as lie between the ends are all of them.
+        if self.page == 1 and last - first == len(pages) - 1:
+            return ids[first : last + 1]
+        return ids[pages - self.first if self.first else pages]
 
-def place(cut: Segments, src: PageTable, src_ids: Ints, dst: PageTable, dst_ids: Ints) -> Placed:
+
+def place(
+    cut: Segments,
+    src: PageTable,
+    src_ids: Ints,
+    dst: PageTable,
+    dst_ids: Ints,
+    buffer: RunBuffer | None = None,
+) -> Placed:
     """Look both lists up. Raises ConfigError for a wrong length or id, and for a dst page that
     stands for two of the local pages that are written: its bytes would be written twice."""
     src_pages, src_offsets = src.find(src_ids, cut.src)
     dst_pages, dst_offsets = dst.find(dst_ids, cut.dst)
     first, last = int(cut.dst[0]) // dst.page, int(cut.dst[-1]) // dst.page
-    require_distinct(dst_ids[first - dst.first : last - dst.first + 1], dst.num_pages)
+    require_distinct(dst_ids[first - dst.first : last - dst.first + 1], dst.num_pages, buffer)
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length)
 
 
-def require_distinct(ids: Ints, num_pages: int) -> None:
-    """ConfigError when an id occurs twice."""
+def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None) -> None:
+    """ConfigError when an id in [0, num_pages) occurs twice."""
     if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
         return
+    if buffer is not None and num_pages <= _MARKED_PER_ID * len(ids):
+        marks = buffer.marks(num_pages)
+        marks[ids] = True
+        if np.count_nonzero(marks) == len(ids):
+            return
     # 32 bits sort several times as fast.
     ordered = np.sort(ids.astype(np.int32) if num_pages < 1 << 31 else ids)
     twice = ordered[1:] == ordered[:-1]

@@ -10,10 +10,12 @@ Refuses to know tokens and page ids. Layer 1.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from pdkv.layout import Component
 from pdkv.plan.ownership import Share
@@ -22,7 +24,7 @@ from pdkv.plan.runs import run_starts
 from pdkv.plan.storage import ComponentStorage
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Block", "Group", "Pieces", "Steps", "groups"]
+__all__ = ["Block", "Group", "Pieces", "Steps", "flat_index", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,9 @@ class Group:
     """Pieces of one size and one set of strides.
 
     `dense`: consecutive elements of a page are contiguous on both sides, so that a segment is one
-    run. `whole`: for dense groups with equal pages, the pieces of a whole page, joined where the
-    layouts allow it, by size; empty where nothing joins.
+    run. `single`: a segment is one element; `apart`: besides, no two can touch. `whole`: for dense
+    groups with equal pages, the pieces of a whole page, joined where the layouts allow it, by size;
+    empty where nothing joins.
     """
 
     tokens: Pieces
@@ -50,6 +53,8 @@ class Group:
     dst_page_stride: int
     dst_token_stride: int
     dense: bool
+    single: bool
+    apart: bool
     whole: tuple[Pieces, ...]
 
     def blocks(self, placed: Placed) -> list[Block]:
@@ -94,6 +99,8 @@ class Group:
     def _along(self, pieces: Pieces, placed: Placed) -> Block:
         """One run for each piece and segment; segments that touch on both sides are joined."""
         src, dst = self._offsets(placed)
+        if self.apart:
+            return Block(pieces, src, dst, pieces.nbytes[:1])
         nbytes = placed.length * pieces.nbytes[0]
         first = run_starts(src, dst, nbytes)
         if first is None:
@@ -109,9 +116,14 @@ class Group:
         return Block(self.tokens, src, dst, self.tokens.nbytes[:1])
 
     def _offsets(self, placed: Placed) -> tuple[Ints, Ints]:
-        src = placed.src_page_id * self.src_page_stride + placed.src_offset * self.src_token_stride
-        dst = placed.dst_page_id * self.dst_page_stride + placed.dst_offset * self.dst_token_stride
-        return src, dst
+        return (
+            flat_index(
+                placed.src_page_id, self.src_page_stride, placed.src_offset, self.src_token_stride
+            ),
+            flat_index(
+                placed.dst_page_id, self.dst_page_stride, placed.dst_offset, self.dst_token_stride
+            ),
+        )
 
 
 class Block(NamedTuple):
@@ -135,19 +147,31 @@ class Block(NamedTuple):
         return first if len(self.nbytes) == 1 or bool((self.nbytes == first).all()) else None
 
 
-class Steps:
-    """Turns a value per segment into a value per element; made once for both sides."""
+def flat_index(page_ids: Ints, per_page: int, offsets: Ints, per_offset: int) -> Ints:
+    """page_ids * per_page + offsets * per_offset; `offsets` may be a single one for all."""
+    out = page_ids * per_page
+    if len(offsets) > 1 or offsets[0]:
+        out += offsets * per_offset
+    return out
 
-    def __init__(self, length: Ints) -> None:
+
+class Steps:
+    """Turns a value per segment into a value per element; made once for both sides.
+
+    `dtype` is that of the values and of what is made of them.
+    """
+
+    def __init__(self, length: Ints, dtype: type[np.integer[Any]] = np.int64) -> None:
         longest = int(length.max())
-        self._inside = np.arange(longest, dtype=np.int64)
+        self._inside = np.arange(longest, dtype=dtype)
         self._repeats: Ints | None = None
         if int(length.min()) != longest:
             end = np.cumsum(length)
             self._repeats = length
-            self._inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
+            inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
+            self._inside = inside.astype(dtype, copy=False)
 
-    def spread(self, first: Ints, step: int) -> Ints:
+    def spread(self, first: npt.NDArray[Any], step: int) -> npt.NDArray[Any]:
         """first[i] + k * step for each element k of segment i, one segment after the other."""
         if self._repeats is not None:
             return np.asarray(np.repeat(first, self._repeats) + self._inside * step)
@@ -216,7 +240,13 @@ def _group(table: Ints, strides: tuple[int, int, int, int], src_page: int, dst_p
     src_page_stride, src_token_stride, dst_page_stride, dst_token_stride = strides
     nbytes = int(table[2, 0])
     # With one element per page on either side no stretch is longer than one element.
-    dense = min(src_page, dst_page) == 1 or src_token_stride == dst_token_stride == nbytes
+    single = min(src_page, dst_page) == 1
+    dense = single or src_token_stride == dst_token_stride == nbytes
+    # Distances between elements are multiples of the gcd of the strides.
+    apart = single and bool(
+        nbytes % math.gcd(src_page_stride, src_token_stride)
+        or nbytes % math.gcd(dst_page_stride, dst_token_stride)
+    )
     whole: tuple[Pieces, ...] = ()
     if dense and src_page == dst_page > 1:
         pages = table.copy()
@@ -232,5 +262,7 @@ def _group(table: Ints, strides: tuple[int, int, int, int], src_page: int, dst_p
         dst_page_stride,
         dst_token_stride,
         dense,
+        single,
+        apart,
         whole,
     )

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import PageIds, Placed
-from pdkv.plan.pieces import Group, Pieces, Steps
+from pdkv.plan.pieces import Group, Pieces, Steps, flat_index
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints
@@ -48,6 +48,9 @@ class Section(NamedTuple):
     num_pieces: int
     src: Rows
     dst: Rows
+
+
+Located = tuple[Section, npt.NDArray[Any], npt.NDArray[Any]]
 
 
 class PreparedLists:
@@ -89,11 +92,11 @@ class PreparedLists:
         """The copies of one tag. Arguments, errors and `buffer` as for `Route.plan`."""
         blocks = []
         for share, placed in self._route.locate(
-            tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids
+            tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids, buffer
         ):
             groups = self._route.groups(self._component)[share]
             for group, sections in zip(groups, self._sections[share], strict=True):
-                blocks += _blocks(group, sections, placed)
+                blocks += _blocks(group, sections, placed, self._dtype)
         sizes = [section.num_pieces * len(src) for section, src, _ in blocks]
         out = (buffer or RunBuffer()).take(2, sum(sizes), self._dtype)
         at = 0
@@ -101,14 +104,15 @@ class PreparedLists:
             shape = (section.num_pieces, len(src))
             at_src, at_dst = (row[at : at + size].reshape(shape) for row in out)
             first_src, first_dst = self._pieces[section]
-            np.add(first_src, src.astype(self._dtype), out=at_src)
-            np.add(first_dst, dst.astype(self._dtype), out=at_dst)
+            np.add(first_src, src, out=at_src)
+            np.add(first_dst, dst, out=at_dst)
             at += size
         return Indices(out[0], out[1])
 
     def _firsts(self, section: Section, rows: Rows) -> npt.NDArray[Any]:
         """Where each piece of a section begins in a list, as a column."""
-        return (np.arange(section.num_pieces) * rows.per_piece).astype(self._dtype)[:, None]
+        first = rows.first + np.arange(section.num_pieces) * rows.per_piece
+        return first.astype(self._dtype)[:, None]
 
     def _add(self, group: Group) -> tuple[Section, Section | None]:
         """The sections of a group: of elements, and of whole pages where those are one run."""
@@ -131,29 +135,39 @@ class PreparedLists:
 
 
 def _blocks(
-    group: Group, sections: tuple[Section, Section | None], placed: Placed
-) -> list[tuple[Section, Ints, Ints]]:
-    """(section, index at src, index at dst) of piece 0 of everything that a group moves."""
+    group: Group,
+    sections: tuple[Section, Section | None],
+    placed: Placed,
+    dtype: type[np.integer[Any]],
+) -> list[Located]:
+    """(section, index at src, index at dst), counted from where a piece begins in each list."""
     element, page = sections
     if page is None:
-        return [_elements(element, placed)]
+        return [_elements(element, placed, dtype, single=group.single)]
     full = placed.length == group.page
     blocks = []
     if full.any():
         whole = placed if full.all() else Placed(*(column[full] for column in placed))
-        src = page.src.first + whole.src_page_id * page.src.per_page
-        dst = page.dst.first + whole.dst_page_id * page.dst.per_page
-        blocks.append((page, src, dst))
+        src = whole.src_page_id * page.src.per_page
+        dst = whole.dst_page_id * page.dst.per_page
+        blocks.append((page, src.astype(dtype, copy=False), dst.astype(dtype, copy=False)))
     if not full.all():
-        blocks.append(_elements(element, Placed(*(column[~full] for column in placed))))
+        rest = Placed(*(column[~full] for column in placed))
+        blocks.append(_elements(element, rest, dtype, single=False))
     return blocks
 
 
-def _elements(section: Section, placed: Placed) -> tuple[Section, Ints, Ints]:
-    steps = Steps(placed.length)
+def _elements(
+    section: Section, placed: Placed, dtype: type[np.integer[Any]], *, single: bool
+) -> Located:
     src, dst = section.src, section.dst
-    at_src = placed.src_page_id * src.per_page + placed.src_offset * src.per_offset + src.first
-    at_dst = placed.dst_page_id * dst.per_page + placed.dst_offset * dst.per_offset + dst.first
+    at_src = flat_index(placed.src_page_id, src.per_page, placed.src_offset, src.per_offset)
+    at_dst = flat_index(placed.dst_page_id, dst.per_page, placed.dst_offset, dst.per_offset)
+    # The narrow type before the elements are listed: half of the bytes to write.
+    at_src, at_dst = at_src.astype(dtype, copy=False), at_dst.astype(dtype, copy=False)
+    if single:
+        return section, at_src, at_dst
+    steps = Steps(placed.length, dtype)
     return section, steps.spread(at_src, src.per_offset), steps.spread(at_dst, dst.per_offset)
 
 

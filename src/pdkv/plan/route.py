@@ -86,7 +86,9 @@ class Route:
         Raises ConfigError for a tag that this pair does not send, lists of a wrong length, and ids
         that are needed and unknown, out of range, or named twice.
         """
-        located = self.locate(tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids)
+        located = self.locate(
+            tag, decode_prefix_len, num_tokens, src_page_ids, dst_page_ids, buffer
+        )
         blocks = [
             block
             for share, placed in located
@@ -173,12 +175,13 @@ class Route:
         num_tokens: int,
         src_page_ids: PageIds,
         dst_page_ids: PageIds,
+        buffer: RunBuffer | None = None,
     ) -> list[tuple[int, Placed]]:
         """For each share in the tag its index and its segments, with the pages looked up."""
         parts = self._parts(tag, decode_prefix_len, num_tokens)
         src, dst = self.page_tables(tag.component, decode_prefix_len, num_tokens)
         src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)
-        return [(share, place(cut, src, src_ids, dst, dst_ids)) for share, cut in parts]
+        return [(share, place(cut, src, src_ids, dst, dst_ids, buffer)) for share, cut in parts]
 
     def page_tables(
         self, c: int, decode_prefix_len: int, num_tokens: int

@@ -74,6 +74,15 @@ class RunBuffer:
         self._kept: dict[type[np.integer[Any]], npt.NDArray[Any]] = {}
         self._sizes = np.empty(0, np.int64)
         self._filled = (0, 0)
+        self._marks = np.empty(0, np.bool_)
+
+    def marks(self, num_pages: int) -> npt.NDArray[np.bool_]:
+        """One mark per page id, none set."""
+        if len(self._marks) < num_pages:
+            self._marks = np.empty(num_pages, np.bool_)
+        marks = self._marks[:num_pages]
+        marks.fill(False)
+        return marks
 
     def take(
         self, num_rows: int, num_columns: int, dtype: type[np.integer[Any]] = np.int64
@@ -125,7 +134,9 @@ def coalesce_pages(
     apart = src_page_ids[:-1] + 1 != src_page_ids[1:]
     apart |= dst_page_ids[:-1] + 1 != dst_page_ids[1:]
     first = np.concatenate(([0], np.flatnonzero(apart) + 1))
-    number = np.diff(first, append=len(src_page_ids))
+    number = np.empty_like(first)
+    number[:-1] = first[1:] - first[:-1]
+    number[-1] = len(src_page_ids) - first[-1]
     return src_page_ids[first], dst_page_ids[first], number
 
 
