@@ -177,7 +177,7 @@ class Steps:
             return np.asarray(np.repeat(first, self._repeats) + self._inside * step)
         if len(self._inside) == 1:
             return first
-        return (first[:, None] + self._inside * step).ravel()
+        return np.asarray(first[:, None] + self._inside * step).ravel()
 
 
 def groups(
