@@ -80,7 +80,7 @@ class BackendWay:
     def write(self, nbytes: int, notification: bytes) -> None:
         runs = runs_of([(self.src, self.dst, nbytes)])
         self.backend.post(self.peer, runs, notification)
-        while not self.backend.poll():
+        while not self.backend.poll(0.0):
             pass
 
     def wait_answer(self) -> None:

@@ -114,7 +114,7 @@ class TcpBackend:
         if notification:
             self._queue(self._alive(peer), 0, NO_RUNS, notification)
 
-    def poll(self) -> Sequence[Completion]:
+    def poll(self, now: float) -> Sequence[Completion]:
         self._progress()
         done, self._done = self._done, []
         return done
@@ -123,6 +123,12 @@ class TcpBackend:
         self._progress()
         arrived, self._arrived = self._arrived, []
         return arrived
+
+    def fence(self, peer: str) -> bool:
+        return False  # bytes in the reader's socket land later, even when this process is gone
+
+    def transport(self, peer: str) -> str:
+        return "tcp"
 
     def close(self) -> None:
         for sock in [self._listener, *self._readers, *(p.sock for p in self._peers.values())]:

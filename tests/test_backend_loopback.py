@@ -150,7 +150,7 @@ def test_full_queue_returns_none_until_a_completion_was_polled() -> None:
     pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=1)
     runs = pair.rows((0, 0, 8))
     assert [writer.post(pair.peer, runs, b"") for _ in range(3)] == [1, 2, None]
-    assert len(writer.poll()) == 2
+    assert len(writer.poll(0.0)) == 2
     assert writer.post(pair.peer, runs, b"") == 3
 
 
@@ -180,7 +180,7 @@ def test_two_nodes_with_a_thread_each_write_to_each_other() -> None:
         src, dst = sources[i].region.address, sinks[1 - i].region.address
         for k in range(500):
             ends[i].post(peer, runs_of([(src, dst, 64)]), b"%d" % k)
-            num_completions[i] += len(ends[i].poll())
+            num_completions[i] += len(ends[i].poll(0.0))
             arrived[i] += ends[i].notifications()
 
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]

@@ -83,7 +83,9 @@ class Target:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self.writer = NixlBackend(name="writer", transports=transports or None)
+        self.writer = NixlBackend(
+            name="writer", transports=transports or None, limits=BackendLimits()
+        )
         self.source = np.random.default_rng(5).integers(1, 256, nbytes, dtype=np.uint8)
         self.writer.register([MemoryRegion(self.source.ctypes.data, nbytes)])
         hello = self.answer()
@@ -113,7 +115,7 @@ class Target:
     def ended(self, transfer_id: int) -> Completion:
         end = time.monotonic() + DEADLINE_S
         while time.monotonic() < end:
-            for completion in self.writer.poll():
+            for completion in self.writer.poll(0.0):
                 if completion.transfer_id == transfer_id:
                     return completion
         raise AssertionError(f"no end within {DEADLINE_S} s")
@@ -269,7 +271,7 @@ def test_closing_with_a_write_to_a_stopped_target_in_flight_returns(start, trans
     os.kill(target.process.pid, signal.SIGSTOP)
     try:
         target.post(target.rows((0, 0, nbytes)), b"stuck")
-        if not target.writer.poll():
+        if not target.writer.poll(0.0):
             with pytest.raises(TransferError, match="in flight"):
                 target.writer.disconnect(target.peer)
         begin = time.monotonic()

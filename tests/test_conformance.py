@@ -29,9 +29,9 @@ class EarlyNotification(LoopbackBackend):
             self.notify(peer, notification)
         return transfer_id
 
-    def poll(self):
+    def poll(self, now):
         self.faults.hold_landing = False
-        return super().poll()
+        return super().poll(now)
 
 
 class LostNotification(LoopbackBackend):
@@ -97,7 +97,7 @@ class PartOfARefusedPost(LoopbackBackend):
     def post(self, peer, runs, notification):
         for i in range(runs.num_runs - 1):
             super().post(peer, Runs(*(a[i : i + 1] for a in runs)), b"")
-            super().poll()
+            super().poll(0.0)
         return super().post(peer, runs, notification)
 
 
@@ -134,8 +134,8 @@ class CompletesTwice(LoopbackBackend):
         super().__init__(**settings)
         self._again: list[Completion] = []
 
-    def poll(self):
-        again, self._again = self._again, list(super().poll())
+    def poll(self, now):
+        again, self._again = self._again, list(super().poll(now))
         return [*self._again, *again]
 
 

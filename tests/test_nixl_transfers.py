@@ -87,7 +87,9 @@ def backend(agent: AgentDouble, monkeypatch: pytest.MonkeyPatch) -> nixl.NixlBac
     monkeypatch.setattr(nixl, "make_agent", lambda *_, **__: agent)
     backend = nixl.NixlBackend()
     backend.register([HOST, DEVICE])
-    assert backend.connect(encode_metadata("p", Memory([PEER_HOST, PEER_DEVICE]), b"p")) == "p"
+    assert (
+        backend.connect(encode_metadata("p", "host", Memory([PEER_HOST, PEER_DEVICE]), b"p")) == "p"
+    )
     return backend
 
 
@@ -108,37 +110,39 @@ def test_runs_of_two_kinds_are_notified_by_hand_when_all_of_them_are_done(backen
         ("VRAM", [[5000, 20, 3], [5100, 30, 3]], "VRAM", [[15100, 20, 1], [15200, 30, 1]], b""),
     ]
     agent.status[1] = "DONE"
-    assert backend.poll() == []
+    assert backend.poll(0.0) == []
     assert agent.sent == []
     agent.status[0] = "DONE"
-    assert backend.poll() == [Completion(transfer_id)]
+    assert backend.poll(0.0) == [Completion(transfer_id)]
     assert agent.sent == [b"tag"]
     assert sorted(agent.released) == [0, 1]
-    assert backend.poll() == []
+    assert backend.poll(0.0) == []
     assert agent.sent == [b"tag"]
 
 
 def test_failure_of_one_handle_fails_the_transfer_and_keeps_its_handles(backend, agent) -> None:
     transfer_id = backend.post("p", MIXED, b"tag")
     agent.status[1] = RuntimeError("DISCONNECT")
-    (completion,) = backend.poll()
+    (completion,) = backend.poll(0.0)
     assert completion == Completion(transfer_id, "RuntimeError: DISCONNECT", quiet=False)
     assert agent.released == []
-    assert backend.poll() == []
+    assert backend.poll(0.0) == []
     with pytest.raises(TransferError, match="failed earlier"):
         backend.post("p", MIXED, b"tag")
     with pytest.raises(TransferError, match="failed earlier"):
-        backend.connect(encode_metadata("p", Memory([PEER_HOST]), b"p"))
+        backend.connect(encode_metadata("p", "host", Memory([PEER_HOST]), b"p"))
     backend.disconnect("p")
     assert sorted(agent.released) == [0, 1]
     assert agent.removed == ["p"]
-    assert backend.connect(encode_metadata("p", Memory([PEER_HOST]), b"p")) == "p"
+    assert backend.connect(encode_metadata("p", "host", Memory([PEER_HOST]), b"p")) == "p"
 
 
 def test_status_that_nixl_never_gave_before_is_an_error(backend, agent) -> None:
     agent.status[0] = "ERR"
     transfer_id = backend.post("p", runs_of([(1000, 11000, 10)]), b"tag")
-    assert backend.poll() == [Completion(transfer_id, "TransferError: NIXL says ERR", quiet=False)]
+    assert backend.poll(0.0) == [
+        Completion(transfer_id, "TransferError: NIXL says ERR", quiet=False)
+    ]
 
 
 def test_refusal_before_anything_was_posted_leaves_the_peer_alive(backend, agent) -> None:
@@ -146,7 +150,7 @@ def test_refusal_before_anything_was_posted_leaves_the_peer_alive(backend, agent
     with pytest.raises(TransferError, match="NOT_FOUND"):
         backend.post("p", MIXED, b"tag")
     assert agent.released == [0]
-    assert backend.poll() == []
+    assert backend.poll(0.0) == []
     agent.refuse_initialize_after = 99
     assert backend.post("p", MIXED, b"tag") is not None
 
@@ -154,7 +158,7 @@ def test_refusal_before_anything_was_posted_leaves_the_peer_alive(backend, agent
 def test_lost_notification_after_complete_data_is_a_quiet_error(backend, agent) -> None:
     transfer_id = backend.post("p", MIXED, b"tag")
     agent.status.update({0: "DONE", 1: "DONE", "send": RuntimeError("DISCONNECT")})
-    (completion,) = backend.poll()
+    (completion,) = backend.poll(0.0)
     assert completion.transfer_id == transfer_id
     assert "DISCONNECT" in completion.error
     assert completion.quiet
@@ -164,7 +168,7 @@ def test_no_runs_with_a_notification_that_can_not_be_sent_raise(backend, agent) 
     agent.status["send"] = RuntimeError("DISCONNECT")
     with pytest.raises(TransferError, match="DISCONNECT"):
         backend.post("p", runs_of([]), b"tag")
-    assert backend.poll() == []
+    assert backend.poll(0.0) == []
 
 
 def test_close_releases_what_is_in_flight_and_what_was_abandoned(backend, agent) -> None:
@@ -185,7 +189,7 @@ def test_metadata_with_an_unknown_device_is_refused(backend, device: str) -> Non
 
 def test_metadata_under_another_name_is_refused(backend) -> None:
     with pytest.raises(TransferError, match="under the name"):
-        backend.connect(encode_metadata("somebody", Memory([PEER_HOST]), b"else"))
+        backend.connect(encode_metadata("somebody", "host", Memory([PEER_HOST]), b"else"))
 
 
 def test_region_at_the_end_of_the_address_space_is_refused(backend) -> None:

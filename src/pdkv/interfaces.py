@@ -7,9 +7,11 @@ it passes. Refuses to know any transfer engine or socket library. Layer 2.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
@@ -19,7 +21,10 @@ __all__ = [
     "Capabilities",
     "Completion",
     "ControlChannel",
+    "PreparedTransfers",
+    "ReadTransfers",
     "ReadyEvent",
+    "Telemetry",
     "TransferBackend",
 ]
 
@@ -30,22 +35,38 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     notifications: `post` delivers its notification at the peer after the data, at most once.
     completion_is_remote: a completion says that the data is in the peer's memory.
     host_memory, device_memory: what may be registered.
-    fenced_by_disconnect: after `disconnect` returned, nothing posted earlier can land any more.
+    prepared_lists: it is a `PreparedTransfers` too. strided: rows of its lists may stand for more
+        than one descriptor; without it every row has count 1.
+    reads: it is a `ReadTransfers` too.
     """
 
     notifications: bool = False
     completion_is_remote: bool = False
     host_memory: bool = False
     device_memory: bool = False
-    fenced_by_disconnect: bool = False
+    prepared_lists: bool = False
+    strided: bool = False
+    reads: bool = False
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one post, and of what may be in flight. The caller splits and waits."""
+    """Bounds of one post, and of what may be in flight. The caller splits and waits.
+
+    A backend that copies inside `post` keeps `max_nbytes_per_post` so small that nobody minds.
+    """
 
     max_runs_per_post: int = 1 << 20
     max_nbytes_per_post: int = 1 << 40
     max_in_flight: int = 1024
+
+
+class Telemetry(msgspec.Struct, frozen=True):
+    """What a transfer engine measured of one transfer; descriptors as it merged them."""
+
+    nbytes: int
+    num_descriptors: int
+    post_s: float
+    wire_s: float
 
 
 class Completion(msgspec.Struct, frozen=True):
@@ -58,6 +79,7 @@ class Completion(msgspec.Struct, frozen=True):
     transfer_id: int
     error: str = ""
     quiet: bool = True
+    telemetry: Telemetry | None = None
 
 
 @runtime_checkable
@@ -66,7 +88,9 @@ class TransferBackend(Protocol):
 
     Calls come from one thread. `post` hands the work over and returns: what ends later is told by
     `poll`. Errors are `TransferError`; a full queue is not one: `post` returns None, try later.
-    No head arithmetic, no protocol and no clock belong here.
+    No head arithmetic, no protocol and no clock but `poll`'s argument belong here. A backend whose
+    engine can do more is also a `PreparedTransfers` or a `ReadTransfers`, and says so in its
+    capabilities.
     """
 
     @property
@@ -95,7 +119,10 @@ class TransferBackend(Protocol):
         """
 
     def disconnect(self, peer: str) -> None:
-        """Forget a peer. Only when nothing is in flight to it; unknown peers are ignored."""
+        """Forget a peer; unknown peers are ignored. This is no fence: see `fence`.
+
+        Raises TransferError while anything is in flight to it, and then changes nothing.
+        """
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
         """Write each run, then deliver `notification` (empty: none). Returns a transfer id.
@@ -104,17 +131,74 @@ class TransferBackend(Protocol):
         then nothing was moved. An error that leaves the transfer unsettled comes out of `poll`.
         """
 
-    def poll(self) -> Sequence[Completion]:
-        """Make progress; transfers that ended since the last call, each once. Never blocks."""
+    def poll(self, now: float) -> Sequence[Completion]:
+        """Make progress; transfers that ended since the last call, each once. Never blocks.
+
+        `now`: monotonic seconds, for a backend with deadlines of its own.
+        """
 
     def notifications(self) -> Sequence[bytes]:
         """Notifications that arrived since the last call, in order of arrival. Never blocks."""
 
     def notify(self, peer: str, notification: bytes) -> None:
-        """Deliver a notification that goes with no data."""
+        """Deliver a notification that goes with no data. TransferError without notifications."""
+
+    def fence(self, peer: str) -> bool:
+        """True when nothing posted to this peer so far can change its memory, or be read, any more.
+
+        Never blocks: ask again until it is True, which for some transports it never is. Each
+        backend says what proves it, by transport. False for unknown peers.
+        """
+
+    def transport(self, peer: str) -> str:
+        """By what bytes reach this peer ("tcp", "cma", "rdma", ...); "" while that is unknown."""
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
+
+
+@runtime_checkable
+class PreparedTransfers(Protocol):
+    """Descriptor lists made once per peer, and posts that only name indices into them.
+
+    Belongs to a TransferBackend whose capabilities say `prepared_lists`.
+    """
+
+    def prepare(
+        self, peer: str, src_rows: npt.NDArray[np.uint64], dst_rows: npt.NDArray[np.uint64]
+    ) -> int:
+        """Make a pair of lists; returns its id.
+
+        Rows are uint64 [n, 4] of (address, nbytes, stride, count): count descriptors of nbytes, a
+        stride apart. A descriptor's index is the sum of the counts before its row plus its own
+        place. Raises TransferError unless every descriptor lies in one registered region.
+        """
+
+    def post_prepared(
+        self,
+        prepared: int,
+        src: npt.NDArray[np.integer[Any]],
+        dst: npt.NDArray[np.integer[Any]],
+        notification: bytes,
+    ) -> int | None:
+        """Write descriptor src[i] to descriptor dst[i] for all i; otherwise as `post`.
+
+        TransferError for indices outside a list, and for a pair of different sizes.
+        """
+
+    def release(self, prepared: int) -> None:
+        """Give lists back; unknown ids are ignored. Transfers in flight from them go on."""
+
+
+@runtime_checkable
+class ReadTransfers(Protocol):
+    """One-sided reads. Belongs to a TransferBackend whose capabilities say `reads`."""
+
+    def read(self, peer: str, runs: Runs, notification: bytes) -> int | None:
+        """Copy each run from the peer's memory (`runs.src`) into mine (`runs.dst`); as `post`.
+
+        The notification tells the peer that its memory was read.
+        """
 
 
 @runtime_checkable

@@ -27,9 +27,7 @@ class FakeBackend:
     """Completes each post in the next `poll`. Its completions stand for data that never existed."""
 
     name = "fake"
-    capabilities = Capabilities(
-        completion_is_remote=True, host_memory=True, device_memory=True, fenced_by_disconnect=True
-    )
+    capabilities = Capabilities(completion_is_remote=True, host_memory=True, device_memory=True)
 
     def __init__(self, *, name: str = "", limits: BackendLimits | None = None) -> None:
         self.limits = limits or BackendLimits()
@@ -75,7 +73,7 @@ class FakeBackend:
         self._done.append(Completion(transfer_id))
         return transfer_id
 
-    def poll(self) -> Sequence[Completion]:
+    def poll(self, now: float) -> Sequence[Completion]:
         """All posts since the last call."""
         done, self._done = self._done, []
         return done
@@ -85,8 +83,18 @@ class FakeBackend:
         return ()
 
     def notify(self, peer: str, notification: bytes) -> None:
-        """Drop it."""
+        """TransferError: this backend has no notifications."""
         self._check(peer)
+        if notification:
+            raise TransferError("the fake backend delivers no notifications")
+
+    def fence(self, peer: str) -> bool:
+        """True: nothing was written."""
+        return peer in self._peers
+
+    def transport(self, peer: str) -> str:
+        """None at all."""
+        return "none"
 
     def close(self) -> None:
         """Forget everything."""

@@ -82,9 +82,7 @@ class LoopbackBackend:
     """
 
     name = "loopback"
-    capabilities = Capabilities(
-        notifications=True, completion_is_remote=True, host_memory=True, fenced_by_disconnect=True
-    )
+    capabilities = Capabilities(notifications=True, completion_is_remote=True, host_memory=True)
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class LoopbackBackend:
                 self._land(write)
             return write.transfer_id
 
-    def poll(self) -> Sequence[Completion]:
+    def poll(self, now: float) -> Sequence[Completion]:
         """What ended; lands what was held if it is held no longer."""
         with self._fabric._lock:
             if not self.faults.hold_landing:
@@ -183,6 +181,15 @@ class LoopbackBackend:
         """Put a notification into the peer's inbox."""
         with self._fabric._lock:
             self._deliver(self._target(peer), notification)
+
+    def fence(self, peer: str) -> bool:
+        """True when nothing is on the wire to this peer."""
+        with self._fabric._lock:
+            return peer in self._peers and all(w.peer != peer for w in self._wire)
+
+    def transport(self, peer: str) -> str:
+        """Copies inside one process."""
+        return "memory"
 
     def close(self) -> None:
         """Leave the fabric; what is on the wire from here never lands."""

@@ -18,12 +18,12 @@ import importlib
 import os
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pdkv.errors import ConfigError, TransferError
 
-__all__ = ["load_api", "make_agent"]
+__all__ = ["engine_params", "load_api", "make_agent"]
 
 _MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
 _ENVIRONMENT = {"UCX_MODULES": "^efa", "NIXL_LOG_LEVEL": "WARN"}
@@ -44,9 +44,16 @@ def load_api() -> Any:
 
 
 def make_agent(
-    api: Any, name: str, *, progress_thread: bool, progress_delay_us: int, params: Mapping[str, str]
+    api: Any,
+    name: str,
+    *,
+    engine: str = "UCX",
+    progress_thread: bool,
+    progress_delay_us: int,
+    telemetry: bool = False,
+    params: Mapping[str, str],
 ) -> Any:
-    """A thread-safe agent with a UCX backend.
+    """A thread-safe agent with one engine of NIXL's, "UCX" or "LIBFABRIC".
 
     STRICT, since the default (no locking) loses transfers and crashes as soon as a second thread
     calls, and the progress thread is one; it is also the fastest of the modes.
@@ -56,6 +63,7 @@ def make_agent(
     config = api.nixl_agent_config(
         backends=[],
         enable_prog_thread=progress_thread,
+        capture_telemetry=telemetry,
         sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
     )
     bindings = api.nixlBind
@@ -65,11 +73,42 @@ def make_agent(
             agent = api.nixl_agent(name, config)
         finally:
             api.nixlBind = bindings
+    if engine not in agent.get_plugin_list():
+        raise ConfigError(f"this NIXL has no engine {engine!r}; it has {agent.get_plugin_list()}")
     try:
-        agent.create_backend("UCX", dict(params))
+        agent.create_backend(engine, dict(params))
     except Exception as e:
-        raise TransferError(f"NIXL could not start UCX with {dict(params)}: {e}") from e
+        raise TransferError(f"NIXL could not start {engine} with {dict(params)}: {e}") from e
     return agent
+
+
+def engine_params(
+    engine: str,
+    given: Mapping[str, str],
+    *,
+    devices: Sequence[str],
+    num_threads: int,
+    tls: str | None,
+) -> dict[str, str]:
+    """Settings of a NIXL engine under the names that NIXL has for them.
+
+    ConfigError for what an engine doesn't have, or what NIXL would cut.
+    """
+    params = dict(given)
+    if num_threads:
+        params["num_threads"] = str(num_threads)
+    if engine != "UCX" and (devices or tls is not None):
+        raise ConfigError(f"devices and transports are settings of UCX, not of {engine}")
+    if devices:
+        params["ucx_devices"] = ", ".join(devices)
+    if tls is not None:
+        if "," in tls:
+            raise ConfigError(
+                f"transports={tls!r}: NIXL cuts its settings at commas and would drop all "
+                "but the first; set UCX_TLS for a list"
+            )
+        params["engine_config"] = f"TLS={tls}"
+    return params
 
 
 def _with_delay(bindings: Any, delay_us: int) -> Any:

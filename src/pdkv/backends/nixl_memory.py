@@ -17,7 +17,7 @@ from pdkv.backends.regions import RegionTable
 from pdkv.errors import TransferError
 from pdkv.layout import MemoryRegion
 
-__all__ = ["Memory", "decode_metadata", "encode_metadata", "rows_by_segment"]
+__all__ = ["Memory", "Registrations", "decode_metadata", "encode_metadata", "rows_by_segment"]
 
 
 class Memory:
@@ -53,6 +53,58 @@ class Memory:
         return rows
 
 
+class Registrations:
+    """What is registered with NIXL for which regions: neighbours of one call are one block.
+
+    Fewer blocks are less metadata and fewer keys. Device memory is never joined: two allocations
+    side by side are not one. A block stays until the last of its regions is taken back, since
+    handles and peers may use the others; a region that comes back to it is registered still.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[MemoryRegion, set[MemoryRegion]] = {}
+
+    def plan(self, regions: Sequence[MemoryRegion]) -> list[MemoryRegion]:
+        """The new blocks that `regions` need; TransferError where they cut an old one's edge."""
+        blocks: list[MemoryRegion] = []
+        for region in sorted(regions, key=lambda r: r.address):
+            if self._home(region) is not None:
+                continue
+            last = blocks[-1] if blocks else None
+            if last and last.end == region.address and last.device == region.device == "cpu":
+                blocks[-1] = MemoryRegion(last.address, last.nbytes + region.nbytes, "cpu")
+            else:
+                blocks.append(region)
+        return blocks
+
+    def add(self, blocks: Sequence[MemoryRegion], regions: Sequence[MemoryRegion]) -> None:
+        """Remember new blocks and who is in which."""
+        self._blocks.update((block, set()) for block in blocks)
+        for region in regions:
+            home = self._home(region)
+            assert home is not None
+            self._blocks[home].add(region)
+
+    def remove(self, regions: Sequence[MemoryRegion]) -> list[MemoryRegion]:
+        """Forget regions; the blocks of which none is left."""
+        for parts in self._blocks.values():
+            parts.difference_update(regions)
+        empty = [block for block, parts in self._blocks.items() if not parts]
+        for block in empty:
+            del self._blocks[block]
+        return empty
+
+    def _home(self, region: MemoryRegion) -> MemoryRegion | None:
+        for block in self._blocks:
+            if block.address <= region.address and region.end <= block.end:
+                return block
+            if region.address < block.end and block.address < region.end:
+                raise TransferError(
+                    f"{region} cuts {block}, which is registered for its neighbours"
+                )
+        return None
+
+
 def rows_by_segment(
     regions: Sequence[MemoryRegion],
 ) -> dict[str, list[tuple[int, int, int, str]]]:
@@ -73,8 +125,9 @@ def _segment(device: str) -> tuple[str, int]:
     return "VRAM", int(index)
 
 
-class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="pdkv-nixl-1"):
+class _Metadata(msgspec.Struct, frozen=True, array_like=True, tag="pdkv-nixl-2"):
     agent: str
+    host: str
     regions: tuple[MemoryRegion, ...]
     nixl: bytes
 
@@ -83,15 +136,15 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(_Metadata)
 
 
-def encode_metadata(agent: str, memory: Memory, nixl: bytes) -> bytes:
+def encode_metadata(agent: str, host: str, memory: Memory, nixl: bytes) -> bytes:
     """What `connect` takes at a peer; `nixl` is NIXL's own."""
-    return _encoder.encode(_Metadata(agent=agent, regions=memory.table.regions, nixl=nixl))
+    return _encoder.encode(_Metadata(agent, host, memory.table.regions, nixl))
 
 
-def decode_metadata(metadata: bytes) -> tuple[str, Memory, bytes]:
-    """Agent name, memory, NIXL's own metadata; TransferError for bytes that are no such thing."""
+def decode_metadata(metadata: bytes) -> tuple[str, str, Memory, bytes]:
+    """Agent name, host, memory, NIXL's own metadata; TransferError for anything else."""
     try:
         record = _decoder.decode(metadata)
     except msgspec.DecodeError as e:
         raise TransferError(f"not the metadata of a nixl backend: {e}") from e
-    return record.agent, Memory(record.regions), record.nixl
+    return record.agent, record.host, Memory(record.regions), record.nixl

@@ -115,7 +115,7 @@ class NodeCore:
         for note in self._backend.notifications():
             self._guarded(self._on_notification, note, now)
             busy = True
-        for owner, event in self.writes.poll():
+        for owner, event in self.writes.poll(now):
             self._tell_delivered(owner, event, now)
             self.requests.inbox.append((owner, event))
             busy = True

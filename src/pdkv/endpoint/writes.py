@@ -1,15 +1,21 @@
-"""Tags on their way: waiting for their source, planned, posted, completed. Layer 5."""
+"""Tags on their way: waiting for their source, planned, posted in parts, completed.
+
+One lane per peer, served in turn and for a few milliseconds a step: a peer that is slow, stopped or
+owed gigabytes holds nothing up but its own lane. Layer 5.
+"""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
-from pdkv.interfaces import ReadyEvent, TransferBackend
+from pdkv.interfaces import BackendLimits, ReadyEvent, TransferBackend
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Notification, Sent, encode_notification
@@ -18,20 +24,46 @@ from pdkv.request.events import WriteEnded
 if TYPE_CHECKING:
     from pdkv.endpoint.records import Sending
 
-__all__ = ["Writes"]
+__all__ = ["Writes", "split_runs"]
+
+_STEP_S = 0.005  # how long one step may hand over; a backend may copy inside `post`
+_LANE_SHARE = 4  # one peer gets at most this part of the backend's queue
 
 
 @dataclass(eq=False)
 class _Write:
-    """One tag to one reader. Only the last part carries the notification."""
+    """One tag to one reader, in parts. The last part carries the notification, and is posted when
+    all others are complete: engines complete posts in any order."""
 
     owner: Sending
     peer: Peer
     tag: Tag
     ready: tuple[ReadyEvent, ...]
-    parts: deque[Runs] | None = None
-    posted_at: float = 0.0
     is_aux: bool = False
+    parts: deque[Runs] | None = None
+    num_in_flight: int = 0
+    posted_at: float = 0.0
+    error: str = ""
+    quiet: bool = True
+
+    def fail(self, error: str, *, quiet: bool) -> None:
+        """No further part goes out. The first error is kept."""
+        self.error = self.error or error
+        self.quiet = self.quiet and quiet
+        self.parts = deque()
+
+    @property
+    def must_wait(self) -> bool:
+        """The next part is the last one, and others are still on their way."""
+        return self.parts is not None and len(self.parts) == 1 and self.num_in_flight > 0
+
+
+@dataclass(eq=False)
+class _Lane:
+    """What is to go to one peer, oldest first."""
+
+    pending: deque[_Write] = field(default_factory=deque)
+    num_in_flight: int = 0
 
 
 class Writes:
@@ -43,76 +75,102 @@ class Writes:
         self._backend = backend
         self._aux = aux
         self._clock = clock
-        self._pending: deque[_Write] = deque()
+        self._lanes: dict[str, _Lane] = {}
+        self._lane_limit = max(1, backend.limits.max_in_flight // _LANE_SHARE)
         self._in_flight: dict[int, _Write] = {}
-        self._failed: list[tuple[Sending, WriteEnded]] = []
+        self._ended: list[tuple[Sending, WriteEnded]] = []
 
     def queue(self, owner: Sending, peer: Peer, tag: Tag, ready: tuple[ReadyEvent, ...]) -> None:
         """Write this tag as soon as its source is ready and the backend has room."""
         is_aux = tag.component == len(owner.machine.pages)
-        self._pending.append(_Write(owner, peer, tag, ready, is_aux=is_aux))
+        lane = self._lanes.setdefault(peer.backend_key, _Lane())
+        lane.pending.append(_Write(owner, peer, tag, ready, is_aux))
 
     def abandon(self, owner: Sending) -> list[WriteEnded]:
         """Drop what the backend has not got yet. Parts that it has got end by themselves."""
-        dropped = [w for w in self._pending if w.owner is owner]
-        self._pending = deque(w for w in self._pending if w.owner is not owner)
+        dropped = []
+        for lane in self._lanes.values():
+            mine = [w for w in lane.pending if w.owner is owner]
+            if mine:
+                lane.pending = deque(w for w in lane.pending if w.owner is not owner)
+                dropped += [w for w in mine if not w.num_in_flight]
         for write in self._in_flight.values():
-            if write.owner is owner:
-                write.parts = None
+            if write.owner is owner and write.parts:
+                write.fail("abandoned", quiet=True)
         return [WriteEnded(w.peer.rank_id, w.tag, "abandoned") for w in dropped]
 
+    # -- posting ----------------------------------------------------------------------------------
+
     def post(self) -> bool:
-        """Hand over what can go. Stops at a full queue, which is no failure."""
+        """Hand over what can go, one part of each lane in turn. A full queue is no failure."""
+        if not self._lanes:
+            return False
         progressed = False
-        waiting: deque[_Write] = deque()
-        while self._pending:
-            write = self._pending.popleft()
-            try:
-                is_ready = all(event.query() for event in write.ready)
-            except Exception as error:  # nothing of this tag was moved
-                self._end(write, f"ready event: {error}", quiet=True)
+        until = self._clock() + _STEP_S
+        turn = deque(self._lanes.items())
+        while turn:
+            key, lane = turn.popleft()
+            write = self._next(lane)
+            if write is None:
+                if not lane.pending and not lane.num_in_flight:
+                    del self._lanes[key]
                 continue
-            if not is_ready:
-                waiting.append(write)
-                continue
-            write.ready = ()
-            if not self._post_one(write):
-                waiting.append(write)
+            if not self._post_part(lane, write):
                 break
             progressed = True
-        self._pending.extendleft(reversed(waiting))
+            turn.append((key, lane))
+            if self._clock() >= until:
+                self._lanes = {k: self._lanes[k] for k, _ in turn} | self._lanes
+                break
         return progressed
 
-    def _post_one(self, write: _Write) -> bool:
-        stats = write.owner.stats
-        try:
-            started = self._clock()
-            if write.parts is None:
-                write.parts = self._plan(write)
-                stats.plan_s += self._clock() - started
-            runs = write.parts[0]
-            is_last = len(write.parts) == 1
-            note = self._notification(write) if is_last else b""
-            posting = self._clock()
-            transfer_id = self._backend.post(write.peer.backend_key, runs, note)
-        except PdkvError as error:  # nothing of this part was moved, and earlier parts are complete
-            self._end(write, str(error), quiet=True)
-            return True
-        except Exception as error:  # a backend that breaks its contract: who knows
-            self._end(write, f"{type(error).__name__}: {error}", quiet=False)
-            return True
+    def _next(self, lane: _Lane) -> _Write | None:
+        """The oldest write of a lane that can go on; None when none can, or the lane is full."""
+        if lane.num_in_flight >= self._lane_limit:
+            return None
+        for write in lane.pending:
+            try:
+                if write.must_wait or not all(event.query() for event in write.ready):
+                    continue
+            except Exception as error:  # nothing of this tag was moved
+                write.fail(f"ready event: {error}", quiet=True)
+            write.ready = ()
+            return write
+        return None
+
+    def _post_part(self, lane: _Lane, write: _Write) -> bool:
+        """Post the next part; False when the backend is full."""
+        if write.parts is None:
+            self._plan(write)
+        if write.parts:
+            try:
+                if not self._hand_over(lane, write):
+                    return False
+            except PdkvError as error:  # nothing of this part was moved
+                write.fail(str(error), quiet=True)
+            except Exception as error:  # a backend that breaks its contract: who knows
+                write.fail(f"{type(error).__name__}: {error}", quiet=False)
+        if not write.parts:
+            lane.pending.remove(write)
+            self._end_if_over(write)
+        return True
+
+    def _hand_over(self, lane: _Lane, write: _Write) -> bool:
+        assert write.parts
+        runs = write.parts[0]
+        note = self._notification(write) if len(write.parts) == 1 else b""
+        posting = self._clock()
+        transfer_id = self._backend.post(write.peer.backend_key, runs, note)
         if transfer_id is None:
             return False
         write.parts.popleft()
-        write.posted_at = posting
-        stats.post_s += self._clock() - posting
+        write.posted_at = write.posted_at or posting
+        write.owner.stats.post_s += self._clock() - posting
         self._count(write, runs)
         self._in_flight[transfer_id] = write
+        write.num_in_flight += 1
+        lane.num_in_flight += 1
         return True
-
-    def _end(self, write: _Write, error: str, *, quiet: bool) -> None:
-        event = WriteEnded(write.peer.rank_id, write.tag, error, quiet)
-        self._failed.append((write.owner, event))
 
     def _notification(self, write: _Write) -> bytes:
         if not self._backend.capabilities.notifications:
@@ -131,7 +189,17 @@ class Writes:
         stats.num_descriptors += runs.num_runs
         stats.nbytes_by_peer[rank_id] = stats.nbytes_by_peer.get(rank_id, 0) + nbytes
 
-    def _plan(self, write: _Write) -> deque[Runs]:
+    def _plan(self, write: _Write) -> None:
+        started = self._clock()
+        try:
+            write.parts = deque(split_runs(self._runs(write), self._backend.limits))
+        except PdkvError as error:
+            write.fail(str(error), quiet=True)
+        except Exception as error:  # a fault of this library; nothing was moved
+            write.fail(f"{type(error).__name__}: {error}", quiet=True)
+        write.owner.stats.plan_s += self._clock() - started
+
+    def _runs(self, write: _Write) -> Runs:
         machine, route, tag = write.owner.machine, write.peer.route, write.tag
         info = machine.infos[write.peer.rank_id]
         assert route is not None
@@ -145,45 +213,50 @@ class Writes:
                 outcome=int(machine.finish.outcome),
                 num_tokens=machine.num_tokens,
             )
-            return deque([route.plan_aux(machine.finish.aux_index, info.dst_aux_index)])
+            return route.plan_aux(machine.finish.aux_index, info.dst_aux_index)
         own = machine.pairing.src.kv.own_page_components
         ids = info.state_ids(own.index(tag.component)) if tag.component in own else info.page_ids()
         source = tag.component if tag.component in own else 0
-        runs = route.plan(
+        write.owner.stats.num_tags += 1
+        return route.plan(
             tag,
             decode_prefix_len=info.decode_prefix_len,
             num_tokens=info.num_tokens,
             src_page_ids=machine.pages[source],
             dst_page_ids=ids,
         )
-        write.owner.stats.num_tags += 1
-        return deque(self._split(runs))
 
-    def _split(self, runs: Runs) -> list[Runs]:
-        limit = self._backend.limits.max_runs_per_post
-        if runs.num_runs <= limit:
-            return [runs]
-        starts = range(0, runs.num_runs, limit)
-        return [Runs(*(column[i : i + limit] for column in runs)) for i in starts]
+    # -- completions ------------------------------------------------------------------------------
 
-    def poll(self) -> list[tuple[Sending, WriteEnded]]:
+    def poll(self, now: float) -> list[tuple[Sending, WriteEnded]]:
         """What ended since the last call."""
-        ended, self._failed = self._failed, []
-        now = self._clock()
-        for completion in self._backend.poll():
+        for completion in self._backend.poll(now):
             write = self._in_flight.pop(completion.transfer_id, None)
             if write is None:
                 continue
-            stats = write.owner.stats
+            write.num_in_flight -= 1
+            lane = self._lanes.get(write.peer.backend_key)
+            if lane is not None:
+                lane.num_in_flight -= 1
+            if completion.error:
+                if write.parts and lane is not None:
+                    lane.pending.remove(write)
+                write.fail(completion.error, quiet=completion.quiet)
+            self._end_if_over(write)
+        ended, self._ended = self._ended, []
+        return ended
+
+    def _end_if_over(self, write: _Write) -> None:
+        if write.parts or write.num_in_flight:
+            return
+        now = self._clock()
+        stats = write.owner.stats
+        if write.posted_at:
             stats.wire_s += now - write.posted_at
-            if not completion.error and write.parts:
-                self._pending.appendleft(write)
-                continue
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
-            event = WriteEnded(write.peer.rank_id, write.tag, completion.error, completion.quiet)
-            ended.append((write.owner, event))
-        return ended
+        event = WriteEnded(write.peer.rank_id, write.tag, write.error, write.quiet)
+        self._ended.append((write.owner, event))
 
     def delivered(self, write_owner: Sending, event: WriteEnded) -> Sent | None:
         """What to tell the reader where the backend has no notifications of its own."""
@@ -191,3 +264,36 @@ class Writes:
         if self._backend.capabilities.notifications or event.error or identity is None:
             return None
         return Sent(identity, ((event.tag.component, event.tag.chunk),))
+
+
+def split_runs(runs: Runs, limits: BackendLimits) -> list[Runs]:
+    """Parts that one post may hold each, in order; runs that are too long are cut."""
+    if runs.num_runs <= limits.max_runs_per_post and (
+        runs.total_nbytes <= limits.max_nbytes_per_post
+    ):
+        return [runs]
+    runs = _cut(runs, limits.max_nbytes_per_post)
+    return list(_groups(runs, limits))
+
+
+def _cut(runs: Runs, max_nbytes: int) -> Runs:
+    """No run is longer than `max_nbytes`."""
+    pieces = np.maximum(1, -(-runs.nbytes.astype(np.int64) // max_nbytes))
+    if not (pieces > 1).any():
+        return runs
+    which = np.repeat(np.arange(len(pieces)), pieces)
+    place = np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]
+    offset = place.astype(np.uint64) * np.uint64(max_nbytes)
+    left = runs.nbytes[which] - offset
+    nbytes = np.minimum(left, np.uint64(max_nbytes))
+    return Runs(runs.src[which] + offset, runs.dst[which] + offset, nbytes)
+
+
+def _groups(runs: Runs, limits: BackendLimits) -> Iterator[Runs]:
+    ends = np.cumsum(runs.nbytes.astype(np.int64))
+    first, before = 0, 0
+    while first < runs.num_runs:
+        last = int(np.searchsorted(ends, before + limits.max_nbytes_per_post, side="right"))
+        last = min(last, first + limits.max_runs_per_post)
+        yield Runs(*(column[first:last] for column in runs))
+        first, before = last, int(ends[last - 1])

@@ -88,8 +88,8 @@ class Pair:
         self.arrived += arrived
         if arrived:
             return
-        self.completions += self.writer.poll()
-        self.reader.poll()
+        self.completions += self.writer.poll(time.monotonic())
+        self.reader.poll(time.monotonic())
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Make progress until `condition`; AssertionError at the deadline."""

@@ -108,7 +108,7 @@ class BackendConformance:
 
             def done() -> bool:
                 other.extend(reader.notifications())
-                reader.poll()
+                reader.poll(time.monotonic())
                 told = bool(other) or not reader.capabilities.notifications
                 return told and any(c.transfer_id == transfer_id for c in pair.completions)
 
@@ -355,7 +355,7 @@ class BackendConformance:
     def _error_of(self, writer: TransferBackend, transfer_id: int) -> str:
         end = time.monotonic() + self.deadline_s
         while time.monotonic() < end:
-            for completion in writer.poll():
+            for completion in writer.poll(time.monotonic()):
                 if completion.transfer_id == transfer_id:
                     return completion.error
         raise AssertionError(f"transfer to a peer that is gone: no end in {self.deadline_s} s")
