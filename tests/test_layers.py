@@ -31,6 +31,7 @@ LAYERS = {
     "pool.pages": 2,
     "pool.staging": 2,
     "pool.prefix": 2,
+    "pool.runs": 2,
     "pool": 3,
     "kernels": 3,
     "control": 4,

@@ -6,6 +6,9 @@ import ctypes
 
 import numpy as np
 import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdkv.errors import ConfigError
 from pdkv.layout import AuxField
@@ -141,3 +144,48 @@ def test_what_is_read_is_a_copy() -> None:
     row = aux.read(0)
     aux.write(0, first_token=4)
     assert row["first_token"] == 0
+
+
+class RowsAgainstModel(RuleBasedStateMachine):
+    """The model: what each taken row holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.aux = AuxBuffers(FIELDS[:1], 3)
+        self.rows: dict[int, int] = {}
+
+    @rule()
+    def alloc(self) -> None:
+        index = self.aux.alloc()
+        if len(self.rows) == 3:
+            assert index is None
+            return
+        assert index is not None
+        assert index not in self.rows
+        self.rows[index] = 0
+
+    @rule(index=st.integers(-1, 3))
+    def free(self, index: int) -> None:
+        if self.rows.pop(index, None) is None:
+            with pytest.raises(ConfigError):
+                self.aux.free(index)
+        else:
+            self.aux.free(index)
+
+    @rule(index=st.integers(0, 2), value=st.integers(1, 1 << 40))
+    def write(self, index: int, value: int) -> None:
+        if index in self.rows:
+            self.aux.write(index, first_token=value)
+            self.rows[index] = value
+
+    @invariant()
+    def books_add_up(self) -> None:
+        assert self.aux.available + len(self.rows) == self.aux.num_rows
+        for index in range(3):
+            assert self.aux.read(index)["first_token"] == self.rows.get(index, 0)
+
+
+RowsAgainstModel.TestCase.settings = settings(
+    max_examples=40, stateful_step_count=30, deadline=None, derandomize=True, database=None
+)
+TestRowsAgainstModel = RowsAgainstModel.TestCase

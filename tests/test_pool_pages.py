@@ -28,22 +28,26 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         self.pages = PageAllocator(NUM_PAGES, 16, reserve_page_zero=True)
         self.used: set[int] = set()
         self.holds = dict.fromkeys(range(NUM_PAGES), 0)
+        self.promised = 0
 
     def free_model(self) -> set[int]:
         return {p for p in range(1, NUM_PAGES) if p not in self.used and not self.holds[p]}
 
     def snapshot(self) -> tuple[object, ...]:
         p = self.pages
-        arrays = (p._is_free, p._is_used, p._num_holds)
-        return (p.available, p.num_used, p.num_quarantined, *(a.tobytes() for a in arrays))
+        counts = (p.available, p.num_used, p.num_quarantined, p.num_reserved)
+        return (*counts, bytes(p._states), p._runs.runs())
 
     @rule(num=st.integers(0, NUM_PAGES))
     def alloc(self, num: int) -> None:
-        free = self.free_model()
         ids = self.pages.alloc(num)
-        if num > len(free):
+        if num > len(self.free_model()) - self.promised:
             assert ids is None
             return
+        self.check_taken(ids, num)
+
+    def check_taken(self, ids: np.ndarray | None, num: int) -> None:
+        free = self.free_model()
         assert ids is not None
         assert ids.dtype == np.int32
         assert len(ids) == num
@@ -56,6 +60,26 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
             longest = np.cumsum(sorted(free_runs, reverse=True))
             assert len(run_lengths(ids)) == int((longest < num).sum()) + 1
         self.used |= set(ids.tolist())
+
+    @rule(num=st.integers(0, NUM_PAGES))
+    def reserve(self, num: int) -> None:
+        fits = num <= len(self.free_model()) - self.promised
+        assert self.pages.reserve(num) == fits
+        self.promised += num if fits else 0
+
+    @rule(num=st.integers(0, NUM_PAGES), call=st.sampled_from(["commit", "cancel"]))
+    def settle_a_promise(self, num: int, call: str) -> None:
+        if num > self.promised:
+            before = self.snapshot()
+            with pytest.raises(ConfigError, match="are reserved"):
+                getattr(self.pages, call)(num)
+            assert self.snapshot() == before
+            return
+        if call == "commit":
+            self.check_taken(self.pages.commit(num), num)
+        else:
+            self.pages.cancel(num)
+        self.promised -= num
 
     @precondition(lambda self: self.used)
     @rule(data=st.data())
@@ -98,12 +122,15 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
     def books_add_up(self) -> None:
         p = self.pages
         p.check_invariants()
-        assert p.num_free == p.available == len(self.free_model())
+        assert p.num_free == len(self.free_model())
+        assert (p.num_reserved, p.available) == (self.promised, p.num_free - self.promised)
         assert p.num_used == len(self.used)
         assert p.num_quarantined == sum(
             1 for page, count in self.holds.items() if count and page not in self.used
         )
-        assert p.num_free + p.num_used + p.num_quarantined + p.num_reserved == NUM_PAGES
+        assert p.num_free + p.num_used + p.num_quarantined + p.num_padding == NUM_PAGES
+        longest = max(run_lengths(np.array(sorted(self.free_model()))), default=0)
+        assert p.fragmentation == (1 - longest / p.num_free if longest else 0)
 
 
 AllocatorAgainstModel.TestCase.settings = settings(
@@ -179,14 +206,88 @@ def test_fragmented_pool_finds_the_hole_that_fits() -> None:
     assert run_lengths(rest) == [2, 1] or run_lengths(rest) == [1, 2]
 
 
-def test_a_page_is_reused_as_late_as_can_be() -> None:
-    pages = PageAllocator(6, 16)
-    first = pages.alloc(2)
-    assert first is not None
-    pages.free(first)
-    second = pages.alloc(2)
-    assert second is not None
-    assert second.tolist() == [2, 3]
+def test_a_small_request_is_cut_from_the_smallest_hole_that_fits() -> None:
+    pages = PageAllocator(1000, 16)
+    pages.alloc(1000)
+    for start, stop in ((10, 310), (400, 700), (800, 804), (900, 903)):
+        pages.free(np.arange(start, stop, dtype=np.int32))
+    for num, expected in ((3, 900), (4, 800), (300, 400), (299, 10), (1, 309)):
+        ids = pages.alloc(num)
+        assert ids is not None
+        assert ids.tolist() == list(range(expected, expected + num))
+    assert pages.available == 0
+
+
+def test_pages_that_came_back_in_pieces_are_whole_again() -> None:
+    pages = PageAllocator(256, 16)
+    ids = pages.alloc(256)
+    assert ids is not None
+    for part in np.split(ids, 64):
+        pages.free(part)
+    whole = pages.alloc(256)
+    assert whole is not None
+    assert (whole == np.arange(256)).all()
+
+
+def test_one_page_serves_one_request_after_the_other() -> None:
+    pages = PageAllocator(1, 16)
+    for _ in range(3):
+        ids = pages.alloc(1)
+        assert ids is not None
+        assert pages.alloc(1) is None
+        pages.hold(ids)
+        pages.free(ids)
+        assert pages.alloc(1) is None
+        pages.release(ids)
+    assert pages.available == 1
+
+
+def test_a_request_of_the_whole_pool_fits_and_one_page_more_does_not() -> None:
+    pages = PageAllocator(300, 16, reserve_page_zero=True)
+    assert pages.alloc(300) is None
+    ids = pages.alloc(299)
+    assert ids is not None
+    assert ids.tolist() == list(range(1, 300))
+
+
+def test_too_many_holds_raise_and_change_nothing() -> None:
+    pages = PageAllocator(2, 16)
+    ids = pages.alloc(2)
+    assert ids is not None
+    for _ in range(127):
+        pages.hold(ids)
+    for some in (ids, [0]):
+        with pytest.raises(ConfigError, match="held 127 times"):
+            pages.hold(some)
+    pages.free(ids)
+    for _ in range(127):
+        assert pages.available == 0
+        pages.release(ids)
+    assert pages.available == 2
+
+
+def test_pages_of_a_rank_under_context_parallelism_come_in_units_of_a_span() -> None:
+    # 3 ranks, pages of 4 tokens, turns of 6 positions: a span of 36 is 3 pages on each rank.
+    pages = PageAllocator(8, 4, span=36, pages_per_unit=3)
+    assert [pages.pages_for(n) for n in (0, 1, 36, 37)] == [0, 3, 3, 6]
+
+
+@pytest.mark.slow
+def test_large_requests_stay_contiguous_when_the_pool_is_old() -> None:
+    rng = np.random.default_rng(5)
+    pages, live, num_runs = PageAllocator(4096, 16), [], []
+    for _ in range(20_000):
+        if pages.num_used < 0.7 * 4096 or not live:
+            ids = pages.alloc(int(2 ** rng.uniform(0, 7)))
+            assert ids is not None
+            live.append(ids)
+            if len(ids) >= 64:
+                num_runs.append(len(run_lengths(ids)))
+        else:
+            pages.free(live.pop(int(rng.integers(len(live)))))
+    assert len(num_runs) > 500
+    assert np.mean(num_runs) < 1.1
+    pages.check_invariants()
 
 
 @pytest.mark.parametrize(("num", "size", "reserve"), [(0, 16, False), (1, 16, True), (4, 0, False)])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from pdkv.errors import ConfigError
 from pdkv.pool.req_to_token import DecodeReqToTokenPool, ReqToTokenPool
@@ -22,7 +26,7 @@ def test_slots_run_out_and_come_back() -> None:
     assert pool.available == 3
 
 
-@pytest.mark.parametrize("slots", [[0, 0], [9], [-1], [1]])
+@pytest.mark.parametrize("slots", [[0, 0], [9], [-1], [1], [0, 1], [-3], [1 << 40], [0.0]])
 def test_slots_that_are_not_taken_raise_and_change_nothing(slots: list[int]) -> None:
     pool = ReqToTokenPool(3, 10, "cpu")
     assert pool.alloc(1) == [0]
@@ -92,3 +96,78 @@ def test_arriving_request_that_fails_gives_its_place_to_the_next() -> None:
         assert pool.alloc(1) is None
         pool.free(slots)
     assert (pool.num_running, pool.available) == (0, 1)
+
+
+def test_the_generation_of_a_slot_tells_tenants_apart() -> None:
+    pool = ReqToTokenPool(1, 4)
+    assert pool.generation(0) == 0
+    for generation in (1, 2):
+        assert pool.alloc(1) == [0]
+        assert pool.generation(0) == generation
+        assert pool.is_current(0, generation)
+        assert not pool.is_current(0, generation - 1)
+        pool.free([0])
+        assert not pool.is_current(0, generation)
+    with pytest.raises(ConfigError):
+        pool.generation(1)
+
+
+class SlotsAgainstModel(RuleBasedStateMachine):
+    """The model: two sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = DecodeReqToTokenPool(2, 4, "cpu", 3)
+        self.arriving: set[int] = set()
+        self.running: set[int] = set()
+        self.generations = [0] * 5
+
+    @rule(num=st.integers(0, 5))
+    def alloc(self, num: int) -> None:
+        slots = self.pool.alloc(num)
+        if num > 3 - len(self.arriving):
+            assert slots is None
+            return
+        assert slots is not None
+        assert len(set(slots.tolist())) == num
+        assert not set(slots.tolist()) & (self.arriving | self.running)
+        self.arriving |= set(slots.tolist())
+        for slot in slots:
+            self.generations[slot] += 1
+
+    @rule(slot=st.integers(-1, 6))
+    def promote(self, slot: int) -> None:
+        if slot not in self.arriving:
+            with pytest.raises(ConfigError):
+                self.pool.promote(slot)
+        elif len(self.running) == 2:
+            assert not self.pool.promote(slot)
+        else:
+            assert self.pool.promote(slot)
+            self.arriving.remove(slot)
+            self.running.add(slot)
+
+    @rule(slots=st.lists(st.integers(-1, 5), max_size=4), as_array=st.booleans())
+    def free(self, slots: list[int], as_array: bool) -> None:
+        given = np.array(slots, np.int32) if as_array else slots
+        if set(slots) <= self.arriving | self.running and len(set(slots)) == len(slots):
+            self.pool.free(given)
+            self.arriving -= set(slots)
+            self.running -= set(slots)
+        else:
+            with pytest.raises(ConfigError):
+                self.pool.free(given)
+
+    @invariant()
+    def books_add_up(self) -> None:
+        pool = self.pool
+        pool.check_invariants()
+        assert (pool.num_running, pool.num_arriving) == (len(self.running), len(self.arriving))
+        assert pool.available == 3 - len(self.arriving)
+        assert [pool.generation(slot) for slot in range(5)] == self.generations
+
+
+SlotsAgainstModel.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
+)
+TestSlotsAgainstModel = SlotsAgainstModel.TestCase
