@@ -27,18 +27,24 @@ from pdkv.plan import Tag
 from pdkv.protocol import (
     PROTOCOL_VERSION,
     Abort,
+    Announce,
     Ask,
+    Computed,
     Failed,
+    Goodbye,
+    Grant,
     Hello,
     Identity,
     Keepalive,
     Message,
     Notification,
     Quiesced,
+    Recompute,
     Refused,
     Sent,
     StageGrant,
     TransferInfo,
+    Wait,
     Waiting,
     encode_frame,
     encode_notification,
@@ -151,9 +157,16 @@ SAMPLES: dict[str, Message] = {
     "failed": Failed(WHO, ""),
     "quiesced": Quiesced(WHO),
     "ask": Ask(WHO),
-    "sent": Sent(WHO, ((0, 0), (1, 1 << 32))),
-    "keepalive": Keepalive((Waiting(WHO, 4), Waiting(Identity(1, 2, PREFILL), 0))),
+    "sent": Sent(WHO, ((0, 0), (1, 1 << 32)), ((0, 7),)),
+    "keepalive": Keepalive(
+        (Waiting(WHO, 2, Wait.QUEUED), Waiting(Identity(1, 2, PREFILL), 0, Wait.QUIET, (0, 70_000)))
+    ),
     "keepalive_idle": Keepalive(),
+    "announce": Announce(WHO, 100_000, 8, True),
+    "computed": Computed(WHO, 1, 100_000),
+    "recompute": Recompute(WHO, "evicted before decode had pages"),
+    "grant": Grant(WHO, (StageGrant(3, 0, 18, 0x7F00_0010_1000, 1 << 20, 3),)),
+    "goodbye": Goodbye("asleep"),
 }
 
 

@@ -17,13 +17,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     handshake_s: from `submit` until every writer answered Hello.
     bootstrap_s: from `open` until every reader's TransferInfo is in.
-    queued_s: how long a request may wait for a peer's engine to start computing it.
-    progress_s: between two signs of progress of a running transfer.
+    queued_s: how long a request may wait for an engine that is busy: its own, or a peer's that
+        says so in its keepalives.
+    progress_s: between two signs of progress where nobody says "queued".
     keepalive_s, peer_lost_s: how often a peer is told that this node lives, and how long a silent
         peer counts as alive. One lost frame must not lose a peer, hence the factor of 3.
     resend_s: an unanswered idempotent message (Hello, TransferInfo, Abort) goes out again.
     ask_s: a transfer without news asks its writers what they have sent.
     unknown_room_s: how long a TransferInfo waits for the engine to open its room.
+    staging_wait_s: how long a tag that prefers staging waits for its grant; direct after that.
     """
 
     handshake_s: float = 30.0
@@ -35,6 +37,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     resend_s: float = 1.0
     ask_s: float = 2.0
     unknown_room_s: float = 120.0
+    staging_wait_s: float = 0.05
 
     max_live_requests: int = 65_536
     max_unknown_rooms: int = 16_384

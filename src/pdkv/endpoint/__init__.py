@@ -2,9 +2,12 @@
 
 from pdkv.endpoint.decode import DecodeEndpoint
 from pdkv.endpoint.events import (
+    Allocated,
     Bootstrapped,
+    Computed,
     EndpointEvent,
     Health,
+    Recompute,
     Released,
     RequestFailed,
     Succeeded,
@@ -15,7 +18,9 @@ from pdkv.endpoint.prefill import PrefillEndpoint, PrefillHandle
 from pdkv.request.events import Outcome
 
 __all__ = [
+    "Allocated",
     "Bootstrapped",
+    "Computed",
     "DecodeEndpoint",
     "EndpointEvent",
     "Health",
@@ -23,6 +28,7 @@ __all__ = [
     "Outcome",
     "PrefillEndpoint",
     "PrefillHandle",
+    "Recompute",
     "Released",
     "RequestFailed",
     "Succeeded",

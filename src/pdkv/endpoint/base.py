@@ -14,6 +14,8 @@ from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
+from pdkv.request.events import PagesAgreed
+from pdkv.request.states import Allocation
 
 __all__ = ["Endpoint", "as_int"]
 
@@ -59,19 +61,30 @@ class Endpoint:
         return events
 
     def votes(self) -> dict[Key, Vote]:
-        """What this rank knows and its group has not applied; gather it from all ranks."""
-        return self._gate.votes()
+        """What this rank knows and its group has not applied; gather it from all ranks.
+
+        Of a closed node: nothing, so that what its group has not decided stays undecided.
+        """
+        return {} if self.node.is_closed else self._gate.votes()
 
     def apply(self, verdicts: Sequence[Verdict]) -> list[EndpointEvent]:
-        """Apply the group's verdicts. Every rank does so with the same ones, in the same order."""
+        """Apply the group's verdicts. Every rank does so with the same ones, in the same order.
+
+        A closed node takes no part any more: nothing is applied, and there are no events.
+        """
+        if self.node.is_closed:
+            return []
         events, orders = self._gate.apply(verdicts)
         self._obey(orders)
         for event in events:
             if isinstance(event, Released):
-                ref = event.handle or event.key
-                assert isinstance(ref, Identity | int)
-                self._exposed.pop(ref, None)
+                self._forget(event)
         return events
+
+    def _forget(self, event: Released) -> None:
+        ref = event.handle or event.key
+        assert isinstance(ref, Identity | int)
+        self._exposed.pop(ref, None)
 
     def exposed_pages(self) -> npt.NDArray[np.int32]:
         """Page ids that a peer may still read or write: they may not be moved or reused."""
@@ -92,25 +105,40 @@ class Endpoint:
         self.node.declare_gone(incarnation)
 
     def drain(self) -> bool:
-        """Admit nothing from now on; True when nothing is live any more."""
+        """Admit nothing from now on; True when nothing is live any more.
+
+        What is live goes on to its end. Since every end passes the gate, all ranks of an engine
+        that call it between the same two verdicts get the same answer.
+        """
         self._is_draining = True
         return not self._gate
 
     def close(self) -> None:
         """Give up what is live. The node lives on; close it separately."""
         self._is_draining = True
-        for ref in list(self._exposed):
-            self._cancel(ref, "endpoint closed")
+        if not self.node.is_closed:
+            for ref in list(self._exposed):
+                self._cancel(ref, "endpoint closed")
 
     def _admit(self) -> None:
         if self._is_draining:
             raise ConfigError("the endpoint drains or is closed: it admits nothing")
 
-    def _cancel(self, ref: Identity | int, cause: str) -> None:
-        self.node.call(lambda now: self.node.core.requests.cancel(ref, cause, now))
+    def _cancel(self, ref: Identity | int, cause: str, *, recompute: bool = False) -> None:
+        """An abort; after the node's close there is nothing left to give up."""
+        if self.node.is_closed:
+            return
+        requests = self.node.core.requests
+        self.node.call(lambda now: requests.cancel(ref, cause, now, recompute=recompute))
 
-    def _watch(self, ref: Identity | int, key: Key, terms: tuple[int, int]) -> None:
-        events, orders = self._gate.add(ref, key, terms)
+    def _watch(
+        self,
+        ref: Identity | int,
+        key: Key,
+        terms: tuple[int, int],
+        allocation: Allocation = Allocation.ANNOUNCED,
+    ) -> None:
+        events, orders = self._gate.add(ref, key, terms, allocation)
         self._backlog += events
         self._obey(orders)
 
@@ -118,12 +146,16 @@ class Endpoint:
         requests = self.node.core.requests
         for order in orders:
             if order.verb == "cancel":
-                self._cancel(order.ref, order.cause)
+                self._cancel(order.ref, order.cause, recompute=order.recompute)
             elif order.verb == "forget":
                 self.node.call(lambda now, ref=order.ref: requests.forget(ref, now))  # type: ignore[misc]
+            elif order.verb == "allocate":
+                self.node.call(
+                    lambda now, ref=order.ref: requests.feed_sender(ref, PagesAgreed(), now)  # type: ignore[misc]
+                )
             else:
                 self.node.call(
-                    lambda now, o=order: requests.bind(o.ref, o.identity, now)  # type: ignore[misc]
+                    lambda now, o=order: requests.bind(o.ref, o.identity, o.has_pages, now)  # type: ignore[misc]
                 )
 
     def snapshot(self) -> Mapping[Key, int]:

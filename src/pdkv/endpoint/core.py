@@ -25,17 +25,23 @@ from pdkv.plan import Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
     Abort,
+    Announce,
     AnyMessage,
     Ask,
+    Computed,
     Failed,
     Frame,
+    Goodbye,
+    Grant,
     Hello,
     Identity,
     Keepalive,
     Quiesced,
+    Recompute,
     Refused,
     Sent,
     TransferInfo,
+    Wait,
     Waiting,
     decode,
     decode_frame,
@@ -43,11 +49,14 @@ from pdkv.protocol import (
 )
 from pdkv.request.events import (
     Event,
+    HandedOver,
     Outcome,
+    PeerComputed,
     PeerFailed,
     PeerLost,
     PeerQuiet,
     PeerReady,
+    PeerRecompute,
     PeerSeen,
     TagArrived,
     TagsReported,
@@ -57,6 +66,9 @@ from pdkv.request.events import (
 __all__ = ["NodeCore"]
 
 _log = logging.getLogger("pdkv")
+_HAND_OVERS = (Outcome.CONTINUE, Outcome.FINISHED_AT_PREFILL, Outcome.LOCAL_PREFILL)
+# Waits whose ranks are few and known at once; those of bytes are as many as tags.
+_NAMED_WAITS = (Wait.INFO, Wait.COMPUTED, Wait.PAGES, Wait.QUIET)
 
 
 class NodeCore:
@@ -178,22 +190,51 @@ class NodeCore:
 
     def _on_message(self, peer: Peer, message: AnyMessage, now: float) -> None:
         match message:
-            case TransferInfo():
-                self.requests.on_info(peer, message, now)
+            case TransferInfo() | Announce():
+                self.requests.rooms.on_asking(peer, message, now)
+            case Grant():
+                self.requests.rooms.on_grant(peer, message)
             case Abort(identity, cause):
-                self.requests.on_abort(peer, identity, cause, now)
+                self.requests.rooms.on_abort(peer, identity, cause, now)
             case Ask(identity):
-                self.requests.on_ask(peer, identity, now)
-            case Failed(identity, cause):
-                self._to_receiver(peer, identity, PeerFailed(peer.rank_id, cause))
-            case Quiesced(identity):
-                self._to_receiver(peer, identity, PeerQuiet(peer.rank_id))
-            case Sent(identity, tags):
-                self._on_sent(peer, identity, tags)
+                self.requests.rooms.on_ask(peer, identity, now)
             case Keepalive(waiting):
                 self._on_keepalive(peer, waiting)
+            case Goodbye(cause):
+                self._on_goodbye(peer, cause)
+            case _:
+                self._on_answer(peer, message)
+
+    def _on_answer(self, peer: Peer, message: AnyMessage) -> None:
+        """A writer's word about one request."""
+        match message:
+            case Failed(identity, cause):
+                self._to_receiver(peer, identity, PeerFailed(peer.rank_id, cause))
+            case Recompute(identity, cause):
+                self._to_receiver(peer, identity, PeerRecompute(peer.rank_id, cause))
+            case Quiesced(identity):
+                self._to_receiver(peer, identity, PeerQuiet(peer.rank_id))
+            case Computed(identity, outcome, num_tokens):
+                self._on_computed(peer, identity, outcome, num_tokens)
+            case Sent():
+                self._on_sent(peer, message)
             case _:
                 self.counters["unexpected_messages"] += 1
+
+    def _on_computed(self, peer: Peer, identity: Identity, outcome: int, num_tokens: int) -> None:
+        event: Event = PeerComputed(peer.rank_id, outcome, num_tokens)
+        if outcome not in _HAND_OVERS:
+            event = PeerFailed(peer.rank_id, f"it says outcome {outcome}")
+        self._to_receiver(peer, identity, event)
+
+    def _on_goodbye(self, peer: Peer, cause: str) -> None:
+        """That life ends by its own word: it writes no more. What I wrote to it may still read
+        my pages, so a sender waits for its own writes."""
+        peer.state, peer.reason = PeerState.GONE, cause or "it said goodbye"
+        self.requests.tell_all(peer, PeerFailed(peer.rank_id, peer.reason))
+        for owner in self.requests.receivers.values():
+            if owner.engine == peer.key[0]:
+                self.requests.inbox.append((owner, PeerQuiet(peer.rank_id)))
 
     def _to_receiver(self, peer: Peer, identity: Identity, event: Event) -> None:
         owner = self.requests.receivers.get(identity)
@@ -201,11 +242,17 @@ class NodeCore:
             self.requests.inbox.append((owner, event))
 
     def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
-        known = {item.identity: item.poll for item in waiting}
+        known = {item.identity: item for item in waiting}
+        inbox, rank_id = self.requests.inbox, peer.rank_id
         for identity, owner in self.requests.receivers.items():
             if owner.engine == peer.key[0]:
-                seen = PeerSeen(peer.rank_id, known.get(identity))
-                self.requests.inbox.append((owner, seen))
+                item = known.pop(identity, None)
+                seen = PeerSeen(rank_id, item.poll, item.wait) if item else PeerSeen(rank_id, None)
+                inbox.append((owner, seen))
+        for identity, item in known.items():
+            sending = self.requests.rooms.by_identity.get(identity)
+            if sending is not None and identity.incarnation == peer.key[0]:
+                inbox.append((sending, PeerSeen(rank_id, item.poll, item.wait)))
 
     # -- bytes that arrived -----------------------------------------------------------------------
 
@@ -217,33 +264,37 @@ class NodeCore:
             return
         owner.stats.first_tag_at = owner.stats.first_tag_at or now
         owner.stats.last_tag_at = now
-        self.requests.inbox.append((owner, self._arrived(owner, note.tag)))
+        for event in self._arrived(owner, note.tag, is_staged=note.is_staged):
+            self.requests.inbox.append((owner, event))
 
-    def _on_sent(self, peer: Peer, identity: Identity, tags: tuple[tuple[int, int], ...]) -> None:
-        owner = self.requests.receivers.get(identity)
+    def _on_sent(self, peer: Peer, message: Sent) -> None:
+        owner = self.requests.receivers.get(message.identity)
         if owner is None or owner.engine != peer.key[0]:
             return
         aux = self._aux_component
-        event: Event = TagsReported(peer.rank_id, tags)
-        if any(component == aux for component, _ in tags):
-            checked = self._arrived(owner, Tag(peer.rank_id, aux, 0))
-            event = checked if isinstance(checked, PeerFailed) else event
-        self.requests.inbox.append((owner, event))
+        events: list[Event] = []
+        if any(component == aux for component, _ in message.tags):
+            events = self._arrived(owner, Tag(peer.rank_id, aux, 0))
+        events.append(TagsReported(peer.rank_id, message.tags, message.staged))
+        self.requests.inbox += [(owner, event) for event in events]
 
-    def _arrived(self, owner: Receiving, tag: Tag) -> Event:
+    def _arrived(self, owner: Receiving, tag: Tag, *, is_staged: bool = False) -> list[Event]:
         """A tag is in memory. The aux row must carry the stamp of exactly this identity."""
-        if tag.component != self._aux_component:
-            return TagArrived(tag)
         request = owner.machine.request
+        if tag.component != self._aux_component or request is None:
+            return [TagArrived(tag, is_staged)]
         stamp = self._aux.read_stamp(request.dst_aux_index)
         if stamp is None or stamp.identity != request.identity:
-            return PeerFailed(tag.writer, "the aux row has the stamp of another request")
-        if stamp.num_tokens != request.num_tokens:
-            return PeerFailed(tag.writer, f"the aux row says {stamp.num_tokens} tokens")
-        if stamp.outcome not in (Outcome.CONTINUE, Outcome.FINISHED_AT_PREFILL):
-            return PeerFailed(tag.writer, f"the aux row says outcome {stamp.outcome}")
+            return [PeerFailed(tag.writer, "the aux row has the stamp of another request")]
+        if stamp.outcome not in _HAND_OVERS:
+            return [PeerFailed(tag.writer, f"the aux row says outcome {stamp.outcome}")]
+        is_short = stamp.outcome == Outcome.LOCAL_PREFILL
+        least = request.decode_prefix_len if is_short else request.num_tokens
+        if not least <= stamp.num_tokens <= request.num_tokens:
+            return [PeerFailed(tag.writer, f"the aux row says {stamp.num_tokens} tokens")]
         owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
-        return TagArrived(tag)
+        cut: list[Event] = [HandedOver(stamp.num_tokens)] if is_short else []
+        return [*cut, TagArrived(tag, is_staged)]
 
     def _tell_delivered(self, owner: Sending, event: WriteEnded, now: float) -> None:
         sent = self.writes.delivered(owner, event)
@@ -268,13 +319,15 @@ class NodeCore:
         self.links.reap()
 
     def _keepalive(self, peer: Peer) -> Keepalive:
-        """What I know of the requests that concern this peer."""
-        waiting = []
+        """What I know of the requests that concern this peer, and what I wait for."""
+        waiting = self.requests.rooms.early_of(peer)
         for owner in self.requests.owners():
             machine = owner.machine
             is_peer = peer.rank_id in self.requests.peer_ranks(owner)
             if machine.identity and is_peer and self.requests.engine_of(owner) == peer.key[0]:
-                waiting.append(Waiting(machine.identity, int(machine.poll)))
+                wait = machine.wait
+                ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
+                waiting.append(Waiting(machine.identity, int(machine.poll), int(wait), ranks))
         return Keepalive(tuple(waiting))
 
     def health(self) -> Health:

@@ -9,12 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.endpoint.base import Endpoint, as_int
+from pdkv.endpoint.events import Change, Released, TransferStats
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
 from pdkv.plan import Pairing, validate
 from pdkv.protocol import Identity, pack_page_ids
 from pdkv.rendezvous import EngineRecord
-from pdkv.request.receiver import ReceiverRequest
+from pdkv.request import Allocation, KVPoll, ReceiverAnnouncement, ReceiverRequest
 
 __all__ = ["DecodeEndpoint"]
 
@@ -30,6 +31,8 @@ class DecodeEndpoint(Endpoint):
         super().__init__(node)
         self._pairings: dict[str, Pairing | LayoutMismatch] = {}
         self._last_attempt = -1
+        # Announced and without pages yet: how the two engines pair, None where they can't.
+        self._announced: dict[Identity, tuple[Pairing | None, int]] = {}
 
     def pairing(self, prefill: EngineRecord) -> Pairing:
         """Who writes what to this engine. Raises LayoutMismatch for engines that can't pair."""
@@ -49,12 +52,13 @@ class DecodeEndpoint(Endpoint):
         *,
         room: int,
         attempt: int,
-        prefill: EngineRecord,
+        prefill: EngineRecord | None,
         num_tokens: int,
         page_ids: _Ids,
         aux_index: int,
         decode_prefix_len: int = 0,
         state_ids: Sequence[_Ids] = (),
+        fake: bool = False,
     ) -> Identity:
         """Ask `prefill` for the cache of a prompt of `num_tokens` tokens.
 
@@ -63,27 +67,135 @@ class DecodeEndpoint(Endpoint):
         row ids per component that has its own. `attempt` grows with every submit of this engine's
         scheduler. The pages may be touched by peers until Released.
 
+        A `fake` request is for this engine alone (a warm-up, a health check): it succeeds with
+        whatever its pages hold, no peer hears of it or can reach it, and `prefill` may be None.
+
         Raises ConfigError for input that can't be right. A layout that can't be paired is the
         outcome of the request: RequestFailed names the field, here and at the peer.
         """
+        identity, num_tokens = self._begin(room, attempt, num_tokens)
+        if fake:
+            return self._pretend(identity, num_tokens, as_int("aux_index", aux_index))
+        if prefill is None:
+            raise ConfigError("only a fake request has no prefill engine")
+        pairing, refusal = self._try_pairing(prefill)
+        request, pages = self._request(
+            identity, pairing, num_tokens, decode_prefix_len, page_ids, state_ids, aux_index
+        )
+        self._exposed[identity] = [pages]
+        self._start(request, prefill, pairing, refusal)
+        terms = (num_tokens, request.decode_prefix_len)
+        self._watch(identity, identity, terms, Allocation.ALLOCATED)
+        return identity
+
+    def announce(
+        self, *, room: int, attempt: int, prefill: EngineRecord, num_tokens: int
+    ) -> Identity:
+        """Ask `prefill` to compute a prompt for which this engine has no pages yet.
+
+        `Computed` says that it is time for `allocate`; it may also be called before. Until its
+        own group has every rank's pages prefill may evict what it computed, and the request ends
+        as `Recompute`. Errors as in `submit`.
+        """
+        identity, num_tokens = self._begin(room, attempt, num_tokens)
+        pairing, refusal = self._try_pairing(prefill)
+        self._announced[identity] = (pairing, num_tokens)
+        announcement = ReceiverAnnouncement(identity=identity, num_tokens=num_tokens)
+        self._start(announcement, prefill, pairing, refusal)
+        self._watch(identity, identity, (num_tokens, 0))
+        return identity
+
+    def allocate(
+        self,
+        identity: Identity,
+        *,
+        page_ids: _Ids,
+        aux_index: int,
+        decode_prefix_len: int = 0,
+        state_ids: Sequence[_Ids] = (),
+    ) -> None:
+        """Name the pages of an announced request; on all ranks alike. Arguments as in `submit`.
+
+        After an outcome that this engine has not seen yet it is a no-op, like `send`; the pages
+        are exposed until Released all the same. ConfigError for a request that was not announced,
+        or has its pages.
+        """
+        if not self._gate.contains(identity):
+            return
+        if identity not in self._announced:
+            raise ConfigError(f"{identity} is not announced, or has its pages already")
+        pairing, num_tokens = self._announced[identity]
+        request, pages = self._request(
+            identity,
+            pairing,
+            num_tokens,
+            decode_prefix_len,
+            page_ids,
+            state_ids,
+            aux_index,
+        )
+        del self._announced[identity]
+        self._exposed[identity] = [pages]
+        node = self.node
+        node.call(lambda now: node.core.requests.allocate(request, now))
+        self._gate.allocate(identity, (num_tokens, request.decode_prefix_len))
+
+    def abort(self, identity: Identity, cause: str = "aborted by the decode engine") -> None:
+        """Give a request up. RequestFailed comes at once, Released once no writer can write."""
+        if self._gate.contains(identity):
+            self._cancel(identity, cause)
+
+    def _begin(self, room: int, attempt: int, num_tokens: int) -> tuple[Identity, int]:
+        """The identity of a new request; nothing is changed yet."""
         self._admit()
         room, attempt = as_int("room", room), as_int("attempt", attempt)
-        num_tokens, aux_index = as_int("num_tokens", num_tokens), as_int("aux_index", aux_index)
-        decode_prefix_len = as_int("decode_prefix_len", decode_prefix_len)
+        num_tokens = as_int("num_tokens", num_tokens)
         if not -(1 << 63) <= room < 1 << 63 or not 0 <= attempt < 1 << 64:
             raise ConfigError(f"room {room} is an int64, attempt {attempt} an uint64")
-        if not 0 <= aux_index < self.node.aux.num_rows:
-            raise ConfigError(f"aux_index {aux_index} is outside [0, {self.node.aux.num_rows})")
+        if num_tokens < 1:
+            raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
         if attempt <= self._last_attempt:
             raise ConfigError(f"attempt {attempt} was used: the last one is {self._last_attempt}")
-        identity = Identity(room, attempt, self.node.incarnation)
-        pages = np.asarray(page_ids, dtype=np.int64)
-        refusal, pairing = "", None
+        return Identity(room, attempt, self.node.incarnation), num_tokens
+
+    def _pretend(self, identity: Identity, num_tokens: int, aux_index: int) -> Identity:
+        self._check_aux(aux_index)
+        self.node.aux.clear(aux_index)
+        self._last_attempt = identity.attempt
+        self._watch(identity, identity, (num_tokens, 0), Allocation.ALLOCATED)
+        self._gate.update(
+            Change(
+                ref=identity,
+                poll=KVPoll.Success,
+                released=True,
+                num_tokens=num_tokens,
+                stats=TransferStats(),
+            )
+        )
+        return identity
+
+    def _try_pairing(self, prefill: EngineRecord) -> tuple[Pairing | None, str]:
         try:
-            pairing = self.pairing(prefill)
+            return self.pairing(prefill), ""
         except LayoutMismatch as mismatch:
-            refusal = str(mismatch)
-        else:
+            return None, str(mismatch)
+
+    def _request(
+        self,
+        identity: Identity,
+        pairing: Pairing | None,
+        num_tokens: int,
+        decode_prefix_len: int,
+        page_ids: _Ids,
+        state_ids: Sequence[_Ids],
+        aux_index: int,
+    ) -> tuple[ReceiverRequest, npt.NDArray[np.int32]]:
+        """The checked request, and its pages. The aux row is cleared: it may be written to."""
+        decode_prefix_len = as_int("decode_prefix_len", decode_prefix_len)
+        aux_index = as_int("aux_index", aux_index)
+        self._check_aux(aux_index)
+        pages = np.asarray(page_ids, dtype=np.int64)
+        if pairing is not None:
             self._check(pairing, num_tokens, decode_prefix_len, pages, state_ids)
         request = ReceiverRequest(
             identity=identity,
@@ -94,19 +206,28 @@ class DecodeEndpoint(Endpoint):
             dst_aux_index=aux_index,
         )
         self.node.aux.clear(aux_index)
-        self._last_attempt = attempt
-        self._exposed[identity] = [pages.astype(np.int32)]
-        # The node first: a verdict that came before this call must find what it cancels.
-        self.node.call(
-            lambda now: self.node.core.requests.submit(request, prefill, pairing, now, refusal)
-        )
-        self._watch(identity, identity, (num_tokens, decode_prefix_len))
-        return identity
+        return request, pages.astype(np.int32)
 
-    def abort(self, identity: Identity, cause: str = "aborted by the decode engine") -> None:
-        """Give a request up. RequestFailed comes at once, Released once no writer can write."""
-        if self._gate.contains(identity):
-            self._cancel(identity, cause)
+    def _start(
+        self,
+        request: ReceiverRequest | ReceiverAnnouncement,
+        prefill: EngineRecord,
+        pairing: Pairing | None,
+        refusal: str,
+    ) -> None:
+        self._last_attempt = request.identity.attempt
+        node = self.node
+        # The node first: a verdict that came before this call must find what it cancels.
+        node.call(lambda now: node.core.requests.submit(request, prefill, pairing, now, refusal))
+
+    def _forget(self, event: Released) -> None:
+        super()._forget(event)
+        assert isinstance(event.key, Identity)
+        self._announced.pop(event.key, None)
+
+    def _check_aux(self, aux_index: int) -> None:
+        if not 0 <= aux_index < self.node.aux.num_rows:
+            raise ConfigError(f"aux_index {aux_index} is outside [0, {self.node.aux.num_rows})")
 
     def _check(
         self,

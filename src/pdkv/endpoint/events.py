@@ -10,13 +10,16 @@ import msgspec
 from pdkv.protocol import Identity
 from pdkv.request.agree import OpenKey
 from pdkv.request.events import Outcome
-from pdkv.request.states import KVPoll
+from pdkv.request.states import Allocation, KVPoll
 
 __all__ = [
+    "Allocated",
     "Bootstrapped",
     "Change",
+    "Computed",
     "EndpointEvent",
     "Health",
+    "Recompute",
     "Refusal",
     "Released",
     "RequestFailed",
@@ -62,6 +65,8 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Outcome = Outcome.CONTINUE
     num_tokens: int = 0
     stats: TransferStats | None = None
+    allocation: Allocation = Allocation.ALLOCATED
+    recompute: bool = False
 
 
 class EndpointEvent(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,13 +80,36 @@ class EndpointEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Bootstrapped(EndpointEvent, frozen=True, kw_only=True):
-    """Both sides know each other's pages. Prefill: the handle is bound to `identity` for good."""
+    """Both sides know each other. Prefill: the handle is bound to `identity` for good.
+
+    `has_pages`: all TransferInfos are in; without, the request was announced, and what is computed
+    may be evicted until `Allocated`.
+    """
 
     identity: Identity
+    has_pages: bool = True
+
+
+class Computed(EndpointEvent, frozen=True, kw_only=True):
+    """Decode: all writers of an announced request have computed it. Give it pages: `allocate`.
+
+    `outcome` and `num_tokens` as they will be handed over; the request may turn out not to need
+    pages at all, and be aborted.
+    """
+
+    outcome: Outcome
+    num_tokens: int
+
+
+class Allocated(EndpointEvent, frozen=True, kw_only=True):
+    """Prefill: all TransferInfos of an announced request are in. It can't be evicted any more."""
 
 
 class Succeeded(EndpointEvent, frozen=True, kw_only=True):
-    """Every byte is where it belongs. Decode: `outcome` and `num_tokens` as prefill stamped."""
+    """Every byte is where it belongs. `outcome` and `num_tokens` as prefill handed over.
+
+    After LOCAL_PREFILL decode holds the first `num_tokens` tokens and computes the rest itself.
+    """
 
     outcome: Outcome = Outcome.CONTINUE
     num_tokens: int = 0
@@ -92,6 +120,10 @@ class RequestFailed(EndpointEvent, frozen=True, kw_only=True):
     """The first cause. The memory is not free yet: wait for Released."""
 
     cause: str
+
+
+class Recompute(RequestFailed, frozen=True, kw_only=True):
+    """Prefill evicted what it had computed. The request needs a new attempt, and a new `open`."""
 
 
 class Released(EndpointEvent, frozen=True, kw_only=True):

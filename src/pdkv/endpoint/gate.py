@@ -12,16 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from pdkv.endpoint.events import (
+    Allocated,
     Bootstrapped,
     Change,
+    Computed,
     EndpointEvent,
+    Recompute,
     Released,
     RequestFailed,
     Succeeded,
 )
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, OpenKey, Verdict, Vote
-from pdkv.request.states import KVPoll
+from pdkv.request.states import Allocation, KVPoll
 
 __all__ = ["Gate", "GateOrder"]
 
@@ -30,12 +33,14 @@ _MAX_DOOMED = 4096
 
 @dataclass(frozen=True)
 class GateOrder:
-    """What the node must be told after verdicts were applied: `bind`, `cancel` or `forget`."""
+    """What the node must be told after verdicts: `bind`, `allocate`, `cancel` or `forget`."""
 
     verb: str
     ref: Identity | int
     identity: Identity | None = None
     cause: str = ""
+    has_pages: bool = False
+    recompute: bool = False
 
 
 @dataclass
@@ -47,6 +52,9 @@ class _Entry:
     applied: KVPoll = KVPoll.Bootstrapping
     applied_released: bool = False
     cause: str = ""
+    allocation: Allocation = Allocation.ANNOUNCED
+    recompute: bool = False
+    is_evicted: bool = False
 
     @property
     def handle(self) -> int:
@@ -61,21 +69,48 @@ class Gate:
         self._by_ref: dict[Identity | int, _Entry] = {}
         self._changed: dict[Key, None] = {}
         # Verdicts that came before this rank's engine submitted: Failed absorbs unknown.
-        self._doomed: OrderedDict[Key, str] = OrderedDict()
+        self._doomed: OrderedDict[Key, Verdict] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_ref)
 
     def add(
-        self, ref: Identity | int, key: Key, terms: tuple[int, int]
+        self,
+        ref: Identity | int,
+        key: Key,
+        terms: tuple[int, int],
+        allocation: Allocation = Allocation.ANNOUNCED,
     ) -> tuple[list[EndpointEvent], list[GateOrder]]:
         """Begin to watch a request. It may already be doomed by the other ranks."""
-        entry = _Entry(ref, key, terms)
+        entry = _Entry(ref, key, terms, allocation=allocation)
         self._by_key[key] = self._by_ref[ref] = entry
-        cause = self._doomed.pop(key, None)
-        if cause is None:
-            return [], []
-        return self._apply_one(Verdict(key, KVPoll.Failed, False, cause))
+        doom = self._doomed.pop(key, None)
+        return ([], []) if doom is None else self._apply_one(doom)
+
+    def allocate(self, ref: Identity, terms: tuple[int, int]) -> None:
+        """Decode's engine has named pages: what its group may still say of Computed is late."""
+        entry = self._by_ref[ref]
+        entry.allocation = Allocation.ALLOCATED
+        entry.terms = terms
+        self._changed[entry.key] = None
+
+    def allocation_of(self, ref: Identity | int) -> Allocation:
+        """How far the group is with this request's pages."""
+        return self._by_ref[ref].allocation
+
+    def evict(self, ref: int) -> bool:
+        """Prefill's engine drops what it computed; False when the group has agreed to keep it.
+
+        From here on a verdict can only be Failed. All ranks evict between the same two verdicts,
+        so none of them sees the others go on.
+        """
+        entry = self._by_ref.get(ref)
+        if entry is None or entry.applied.is_terminal:
+            return False
+        if entry.allocation is Allocation.ALLOCATED:
+            return False
+        entry.is_evicted = True
+        return True
 
     def contains(self, ref: Identity | int) -> bool:
         """Whether the request is still watched: not yet released."""
@@ -125,30 +160,51 @@ class Gate:
         if entry.applied.is_terminal:
             if not local.released:
                 return None
-            return Vote(entry.applied, True, entry.cause, terms=entry.terms)
+            return Vote(
+                entry.applied, True, entry.cause, terms=entry.terms, recompute=entry.recompute
+            )
         if local.poll is KVPoll.Failed:
-            return Vote(local.poll, local.released, local.cause, terms=entry.terms)
+            return Vote(
+                local.poll,
+                local.released,
+                local.cause,
+                terms=entry.terms,
+                recompute=local.recompute,
+            )
+        if entry.is_evicted:
+            return None
+        allocation = int(local.allocation)
         if isinstance(entry.key, OpenKey):
             if local.candidate is None:
                 return None
-            return Vote(KVPoll.WaitingForInput, candidate=local.candidate, terms=entry.terms)
-        if local.poll > entry.applied:
-            return Vote(local.poll, local.released, terms=entry.terms)
+            return Vote(
+                KVPoll.WaitingForInput,
+                candidate=local.candidate,
+                terms=entry.terms,
+                allocation=allocation,
+            )
+        if local.poll > entry.applied or allocation > entry.allocation:
+            return Vote(local.poll, local.released, terms=entry.terms, allocation=allocation)
         return None
 
     def _apply_one(self, verdict: Verdict) -> tuple[list[EndpointEvent], list[GateOrder]]:
         entry = self._by_key.get(verdict.key)
         if entry is None:
             if verdict.poll == KVPoll.Failed and not verdict.released:
-                self._doomed.setdefault(verdict.key, verdict.cause)
+                self._doomed.setdefault(verdict.key, verdict)
                 while len(self._doomed) > _MAX_DOOMED:
                     self._doomed.popitem(last=False)
             return [], []
         events: list[EndpointEvent] = []
         orders: list[GateOrder] = []
         poll = KVPoll(verdict.poll)
-        if not entry.applied.is_terminal and (poll is KVPoll.Failed or poll > entry.applied):
-            self._advance(entry, verdict, poll, events, orders)
+        if entry.is_evicted and poll is not KVPoll.Failed:
+            return [], []
+        if not entry.applied.is_terminal:
+            if poll is KVPoll.Failed or poll > entry.applied:
+                self._advance(entry, verdict, poll, events, orders)
+            if poll is not KVPoll.Failed and verdict.allocation > entry.allocation:
+                self._advance_pages(entry, Allocation(verdict.allocation), events, orders)
         if verdict.released and entry.applied.is_terminal and not entry.applied_released:
             entry.applied_released = True
             events.append(Released(key=entry.key, handle=entry.handle))
@@ -169,18 +225,24 @@ class Gate:
         entry.applied = poll
         self._changed[entry.key] = None
         if poll is KVPoll.Failed:
-            entry.cause = verdict.cause
-            events.append(RequestFailed(key=entry.key, handle=entry.handle, cause=verdict.cause))
-            orders.append(GateOrder("cancel", entry.ref, cause=verdict.cause))
+            entry.cause, entry.recompute = verdict.cause, verdict.recompute
+            kind = Recompute if verdict.recompute else RequestFailed
+            events.append(kind(key=entry.key, handle=entry.handle, cause=verdict.cause))
+            orders.append(
+                GateOrder("cancel", entry.ref, cause=verdict.cause, recompute=verdict.recompute)
+            )
             return
         if isinstance(entry.key, OpenKey):
-            assert verdict.identity is not None
-            self._rekey(entry, verdict.identity)
-            orders.append(GateOrder("bind", entry.ref, identity=verdict.identity))
+            self._bind(entry, verdict, orders)
         identity = entry.key
         assert isinstance(identity, Identity)
         if before is KVPoll.Bootstrapping:
-            events.append(Bootstrapped(key=identity, handle=entry.handle, identity=identity))
+            has_pages = entry.allocation is Allocation.ALLOCATED
+            events.append(
+                Bootstrapped(
+                    key=identity, handle=entry.handle, identity=identity, has_pages=has_pages
+                )
+            )
         if poll is KVPoll.Success:
             local = entry.local
             assert local is not None
@@ -194,6 +256,32 @@ class Gate:
                     stats=local.stats,
                 )
             )
+
+    def _bind(self, entry: _Entry, verdict: Verdict, orders: list[GateOrder]) -> None:
+        """The handle serves this identity from now on, and with its pages if they are all here."""
+        assert verdict.identity is not None
+        self._rekey(entry, verdict.identity)
+        entry.allocation = Allocation(verdict.allocation)
+        has_pages = entry.allocation is Allocation.ALLOCATED
+        orders.append(GateOrder("bind", entry.ref, identity=verdict.identity, has_pages=has_pages))
+
+    def _advance_pages(
+        self,
+        entry: _Entry,
+        allocation: Allocation,
+        events: list[EndpointEvent],
+        orders: list[GateOrder],
+    ) -> None:
+        """Late allocation moved on in the whole group."""
+        entry.allocation = allocation
+        self._changed[entry.key] = None
+        if isinstance(entry.ref, int):
+            events.append(Allocated(key=entry.key, handle=entry.handle))
+            orders.append(GateOrder("allocate", entry.ref))
+            return
+        local = entry.local
+        assert local is not None
+        events.append(Computed(key=entry.key, outcome=local.outcome, num_tokens=local.num_tokens))
 
     def _rekey(self, entry: _Entry, identity: Identity) -> None:
         del self._by_key[entry.key]

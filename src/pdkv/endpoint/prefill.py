@@ -10,12 +10,15 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.endpoint.base import Endpoint, as_int
+from pdkv.endpoint.events import Change, Released, TransferStats
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
+from pdkv.protocol import Identity
 from pdkv.request.agree import OpenKey
-from pdkv.request.events import Computed, Event, Finish, Outcome, PageIds
+from pdkv.request.events import Event, Evict, Finish, Outcome, PageIds, TokensComputed
 from pdkv.request.sender import SenderMachine
+from pdkv.request.states import KVPoll
 
 __all__ = ["PrefillEndpoint", "PrefillHandle"]
 
@@ -30,6 +33,7 @@ class PrefillHandle(msgspec.Struct, eq=False):
     num_tokens: int
     next_token: int = -1
     is_finished: bool = False
+    is_fake: bool = False
 
 
 class PrefillEndpoint(Endpoint):
@@ -43,9 +47,11 @@ class PrefillEndpoint(Endpoint):
         self._rooms: dict[int, PrefillHandle] = {}
         self._own = node.layout.kv.own_page_components
 
-    def open(self, room: int, num_tokens: int) -> PrefillHandle:
+    def open(self, room: int, num_tokens: int, *, fake: bool = False) -> PrefillHandle:
         """Serve `room`, whose prompt has `num_tokens` tokens, for whichever attempt asks.
 
+        A `fake` one is for this engine alone (a warm-up, a health check): it goes the way of all
+        handles through the gate, and no peer can reach it.
         ConfigError while an earlier handle of this room has no outcome yet.
         """
         self._admit()
@@ -55,10 +61,32 @@ class PrefillEndpoint(Endpoint):
         earlier = self._rooms.get(room)
         if earlier is not None and self._gate.is_live(earlier.id):
             raise ConfigError(f"room {room} is live")
+        handle = PrefillHandle(self._next_handle, room, num_tokens, is_fake=fake)
+        self._next_handle += 1
+        self._rooms[room] = handle
+        if not fake:
+            machine = self._machine(room, num_tokens)
+            self._exposed[handle.id] = []
+            # The node first: a verdict that came before this call must find what it cancels.
+            requests = self.node.core.requests
+            self.node.call(lambda now: requests.open(handle.id, machine, now))
+        # A handle id serves as the room's open count: it grows, and alike on all ranks.
+        self._watch(handle.id, OpenKey(room, handle.id), (num_tokens, 0))
+        if fake:
+            self._tell(handle, KVPoll.WaitingForInput)
+        return handle
+
+    def _forget(self, event: Released) -> None:
+        super()._forget(event)
+        handle = self._rooms.get(event.key.room)
+        if handle is not None and handle.id == event.handle:
+            del self._rooms[event.key.room]
+
+    def _machine(self, room: int, num_tokens: int) -> SenderMachine:
         node = self.node
         pairing = node.own_pairing
         components = range(len(node.layout.kv.components))
-        machine = SenderMachine(
+        return SenderMachine(
             room=room,
             rank_id=node.rank_id,
             num_tokens=num_tokens,
@@ -68,15 +96,6 @@ class PrefillEndpoint(Endpoint):
             limits=node.limits,
             now=node.now(),
         )
-        handle = PrefillHandle(self._next_handle, room, num_tokens)
-        self._next_handle += 1
-        # A handle id serves as the room's open count: it grows, and alike on all ranks.
-        self._rooms[room] = handle
-        self._exposed[handle.id] = []
-        # The node first: a verdict that came before this call must find what it cancels.
-        node.call(lambda now: node.core.requests.open(handle.id, machine, now))
-        self._watch(handle.id, OpenKey(room, handle.id), (num_tokens, 0))
-        return handle
 
     def send(
         self,
@@ -104,7 +123,7 @@ class PrefillEndpoint(Endpoint):
             pages.append(self._pages(handle, component, tokens, ids))
         handle.next_token = stop
         self._exposed.get(handle.id, []).append(pages[0].page_ids)
-        self._feed(handle, Computed(start, stop, tuple(pages), ready))
+        self._feed(handle, TokensComputed(start, stop, tuple(pages), ready))
 
     def finish(
         self,
@@ -118,6 +137,9 @@ class PrefillEndpoint(Endpoint):
     ) -> None:
         """All is computed: rows and the aux row may go. With FAILED, the cause goes instead.
 
+        LOCAL_PREFILL stops early: decode gets the whole transfer chunks of what was sent, learns
+        how many tokens they are (`Succeeded.num_tokens` on both sides), and computes the rest.
+
         The aux row `aux_index` holds the engine's fields; the node stamps it. It may be reused
         after Released.
         """
@@ -127,7 +149,8 @@ class PrefillEndpoint(Endpoint):
         except ValueError:
             raise ConfigError(f"{outcome!r} is no Outcome") from None
         if outcome != Outcome.FAILED:
-            if handle.next_token not in (handle.num_tokens, -1):
+            is_short = handle.next_token not in (handle.num_tokens, -1)
+            if is_short and outcome != Outcome.LOCAL_PREFILL:
                 raise ConfigError(f"tokens {handle.next_token}..{handle.num_tokens} were not sent")
             if aux_index is None or not 0 <= aux_index < self.node.aux.num_rows:
                 raise ConfigError(f"aux_index {aux_index} is no row of the aux buffers")
@@ -136,13 +159,62 @@ class PrefillEndpoint(Endpoint):
             array = np.asarray(ids, dtype=np.int32)
             rows.append(PageIds(component, 0, array))
         handle.is_finished = True
-        self._feed(handle, Finish(outcome, aux_index or 0, tuple(rows), ready, cause))
+        if handle.is_fake:
+            is_failed = outcome == Outcome.FAILED
+            poll = KVPoll.Failed if is_failed else KVPoll.Success
+            self._tell(handle, poll, outcome, cause or "failed by its own engine")
+        else:
+            self._feed(handle, Finish(outcome, aux_index or 0, tuple(rows), ready, cause))
 
     def abort(self, handle: PrefillHandle, cause: str = "aborted by the prefill engine") -> None:
         """Give a request up. RequestFailed comes at once, Released once nothing is in flight."""
         handle.is_finished = True
-        if self._gate.contains(handle.id):
+        if handle.is_fake:
+            self._tell(handle, KVPoll.Failed, cause=cause)
+        elif self._gate.contains(handle.id):
             self._cancel(handle.id, cause)
+
+    def evict(self, handle: PrefillHandle, cause: str = "evicted before decode had pages") -> bool:
+        """Drop what was computed for an announced request, to make room; all ranks alike.
+
+        Legal until the group has agreed that every TransferInfo is in (`Allocated`, or
+        `Bootstrapped` with pages): False from then on, and for what is over. After True the
+        request ends as `Recompute` on both sides, and Released follows before its pages may go.
+        """
+        if handle.is_fake or not self._gate.evict(handle.id):
+            return False
+        handle.is_finished = True
+        self._feed(handle, Evict(cause))
+        return True
+
+    def drain(self) -> bool:
+        """As in the base; readers that ask for rooms which are not open are told so at once."""
+        node = self.node
+        if not self._is_draining and not node.is_closed:
+            node.call(lambda now: node.core.requests.rooms.drain(now))
+        return super().drain()
+
+    def _tell(
+        self,
+        handle: PrefillHandle,
+        poll: KVPoll,
+        outcome: Outcome = Outcome.CONTINUE,
+        cause: str = "",
+    ) -> None:
+        """News of a fake handle, which no node knows."""
+        identity = Identity(handle.room, handle.id, self.node.incarnation)
+        self._gate.update(
+            Change(
+                ref=handle.id,
+                poll=poll,
+                released=poll.is_terminal,
+                cause=cause,
+                candidate=identity,
+                outcome=outcome,
+                num_tokens=handle.num_tokens,
+                stats=TransferStats(),
+            )
+        )
 
     def _pages(
         self, handle: PrefillHandle, component: int, tokens: range, page_ids: _Ids
@@ -164,6 +236,6 @@ class PrefillEndpoint(Endpoint):
             raise ConfigError(f"the handle of room {handle.room} is finished or aborted")
 
     def _feed(self, handle: PrefillHandle, event: Event) -> None:
-        if self._gate.contains(handle.id):
+        if self._gate.contains(handle.id) and not handle.is_fake:
             node = self.node
             node.call(lambda now: node.core.requests.feed_sender(handle.id, event, now))

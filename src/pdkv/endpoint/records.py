@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.protocol import Identity, TransferInfo
+from pdkv.protocol import Identity
 from pdkv.request.events import Outcome
 from pdkv.request.machine import Machine
+from pdkv.request.readers import Asking
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
-from pdkv.request.states import KVPoll
+from pdkv.request.states import Allocation, KVPoll
 
 __all__ = ["Early", "Graveyard", "LocalRank", "Receiving", "Sending", "Tombstone"]
 
@@ -43,7 +45,10 @@ class Receiving:
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
-        told = (machine.poll, machine.is_over)
+        if machine.promise is not None and not self.num_tokens:
+            promise = machine.promise
+            self.outcome, self.num_tokens = Outcome(promise.outcome), promise.num_tokens
+        told = (machine.poll, machine.is_over, machine.allocation)
         if told == self.told:
             return None
         self.told = told
@@ -56,6 +61,8 @@ class Receiving:
             outcome=self.outcome,
             num_tokens=self.num_tokens,
             stats=self.stats,
+            allocation=machine.allocation,
+            recompute=machine.is_recompute,
         )
 
 
@@ -71,7 +78,7 @@ class Sending:
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
-        told = (machine.poll, machine.is_over, machine.candidate)
+        told = (machine.poll, machine.is_over, machine.candidate, machine.has_pages)
         if told == self.told:
             return None
         self.told = told
@@ -82,8 +89,11 @@ class Sending:
             released=machine.is_over,
             cause=machine.cause,
             candidate=machine.candidate,
-            num_tokens=machine.num_tokens,
+            outcome=machine.finish.outcome if machine.finish else Outcome.CONTINUE,
+            num_tokens=machine.covered,
             stats=self.stats,
+            allocation=Allocation.ALLOCATED if machine.has_pages else Allocation.ANNOUNCED,
+            recompute=machine.is_recompute,
         )
 
 
@@ -96,19 +106,25 @@ def _note_times(stats: TransferStats, machine: Machine, now: float) -> None:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """What stays of a sender: the outcome of exactly this identity (no cause: all was sent)."""
+    """What stays of a sender: the outcome of exactly this identity (no cause: all was sent).
+
+    `staged`: per reader the (component, chunk) pairs that went through staging.
+    """
 
     identity: Identity
     cause: str
     decode_prefix_len: int = 0
     num_tokens: int = 0
+    covered: int = 0
+    is_recompute: bool = False
+    staged: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
 
 
 @dataclass
 class Early:
-    """TransferInfos of a room that the engine has not opened yet."""
+    """TransferInfos and Announces of a room that the engine has not opened yet, by peer."""
 
-    infos: dict[tuple[bytes, int], TransferInfo] = field(default_factory=dict)
+    asking: dict[tuple[bytes, int], Asking] = field(default_factory=dict)
     since: float = 0.0
 
 
@@ -118,7 +134,7 @@ class Graveyard:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
-        self._rooms: OrderedDict[int, tuple[str, float]] = OrderedDict()
+        self._rooms: OrderedDict[int, tuple[str, bool, float]] = OrderedDict()
 
     def bury(self, tombstone: Tombstone) -> None:
         """Remember an identity; the oldest is forgotten above the limit."""
@@ -130,15 +146,15 @@ class Graveyard:
         """How this identity ended, if it is remembered."""
         return self._tombstones.get(identity)
 
-    def bury_room(self, room: int, cause: str, now: float) -> None:
+    def bury_room(self, room: int, cause: str, now: float, *, recompute: bool = False) -> None:
         """Remember a room that failed before any reader asked for it."""
-        self._rooms[room] = (cause, now)
+        self._rooms[room] = (cause, recompute, now)
         while len(self._rooms) > self._limits.max_unknown_rooms:
             self._rooms.popitem(last=False)
 
-    def cause_of_room(self, room: int) -> str:
-        """Why a room failed before anybody asked, or nothing."""
-        return self._rooms.get(room, ("", 0.0))[0]
+    def cause_of_room(self, room: int) -> tuple[str, bool]:
+        """Why a room failed before anybody asked (no cause: it did not), and whether evicted."""
+        return self._rooms.get(room, ("", False, 0.0))[:2]
 
     def reopen(self, room: int) -> None:
         """The engine serves the room again."""
@@ -147,7 +163,7 @@ class Graveyard:
     def expire(self, now: float) -> None:
         """Forget rooms that nobody asked for in time."""
         while self._rooms:
-            room, (_, since) = next(iter(self._rooms.items()))
+            room, (_, _, since) = next(iter(self._rooms.items()))
             if now - since < self._limits.unknown_room_s:
                 break
             del self._rooms[room]

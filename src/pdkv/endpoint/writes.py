@@ -211,7 +211,7 @@ class Writes:
                 machine.finish.aux_index,
                 identity=machine.identity,
                 outcome=int(machine.finish.outcome),
-                num_tokens=machine.num_tokens,
+                num_tokens=machine.covered,
             )
             return route.plan_aux(machine.finish.aux_index, info.dst_aux_index)
         own = machine.pairing.src.kv.own_page_components

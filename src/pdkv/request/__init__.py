@@ -10,18 +10,21 @@ from pdkv.request.agree import (
     decode_votes,
     encode_votes,
 )
-from pdkv.request.events import Outcome
-from pdkv.request.receiver import ReceiverMachine, ReceiverRequest
+from pdkv.request.events import Outcome, ReceiverRequest
+from pdkv.request.journal import ReceiverAnnouncement
+from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
-from pdkv.request.states import KVPoll, Memory
+from pdkv.request.states import Allocation, KVPoll, Memory
 
 __all__ = [
+    "Allocation",
     "Identity",
     "KVPoll",
     "Key",
     "Memory",
     "OpenKey",
     "Outcome",
+    "ReceiverAnnouncement",
     "ReceiverMachine",
     "ReceiverRequest",
     "SenderMachine",

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from pdkv.errors import RemoteProtocolError
-from pdkv.protocol import Identity
+from pdkv.protocol import Identity, fit_text
 from pdkv.request.states import KVPoll
 
 __all__ = ["Key", "OpenKey", "Verdict", "Vote", "agree", "decode_votes", "encode_votes"]
@@ -32,6 +32,8 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 
     `candidate`: the identity whose TransferInfos are complete here (prefill, before binding).
     `terms`: (num_tokens, decode_prefix_len) as this rank was told; ranks that differ fail.
+    `allocation`: how far late allocation is on this rank. `recompute`: Failed since prefill
+    evicted what it had computed. `cause` is cut like a text of the wire.
     """
 
     poll: int
@@ -39,6 +41,13 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     cause: str = ""
     candidate: Identity | None = None
     terms: tuple[int, int] = (0, 0)
+    allocation: int = 0
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        cause = fit_text(self.cause)
+        if cause != self.cause:
+            msgspec.structs.force_setattr(self, "cause", cause)
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
@@ -49,13 +58,16 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     released: bool
     cause: str = ""
     identity: Identity | None = None
+    allocation: int = 0
+    recompute: bool = False
 
 
 def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     """Fold the votes of all ranks, one mapping per rank, into verdicts in key order.
 
     A key unknown on some rank is undecided, but Failed absorbs unknown. Success needs all ranks;
-    memory is released when every rank has it quiet.
+    memory is released when every rank has it quiet, and an allocation is where the last rank is.
+    A failure that is more than an eviction gives the cause.
     """
     keys = {key for rank in votes for key in rank}
     verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in sorted(keys, key=_order))
@@ -71,9 +83,13 @@ def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
     known = [vote for vote in votes if vote is not None]
     complete = len(known) == len(votes)
     released = complete and all(vote.released for vote in known)
-    failed = next((vote for vote in known if vote.poll == KVPoll.Failed), None)
+    failures = sorted(
+        (vote for vote in known if vote.poll == KVPoll.Failed), key=lambda vote: vote.recompute
+    )
+    failed = failures[0] if failures else None
     if failed is not None:
-        return Verdict(key, KVPoll.Failed, released, failed.cause)
+        recompute = failed.recompute
+        return Verdict(key, KVPoll.Failed, released, failed.cause, recompute=recompute)
     if len({vote.terms for vote in known}) > 1:
         terms = sorted({vote.terms for vote in known})
         cause = f"ranks of one engine differ in (num_tokens, decode_prefix_len): {terms}"
@@ -81,13 +97,14 @@ def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
     if not complete:
         return None
     poll = min(vote.poll for vote in known)
+    allocation = min(vote.allocation for vote in known)
     candidates = {vote.candidate for vote in known}
     if isinstance(key, OpenKey):
         # A newer attempt may have reached some ranks first: wait until all have the same one.
         if poll < KVPoll.WaitingForInput or len(candidates) > 1:
             return None
-        return Verdict(key, poll, False, identity=known[0].candidate)
-    return Verdict(key, poll, released)
+        return Verdict(key, poll, False, identity=known[0].candidate, allocation=allocation)
+    return Verdict(key, poll, released, allocation=allocation)
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):

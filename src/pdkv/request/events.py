@@ -15,30 +15,43 @@ import numpy.typing as npt
 
 from pdkv.interfaces import ReadyEvent
 from pdkv.plan import Pairing, Tag
-from pdkv.protocol import Identity, Message, TransferInfo
+from pdkv.protocol import Announce, Identity, Message, StageGrant, TransferInfo
 
 __all__ = [
     "Abandon",
     "Action",
+    "Allocate",
+    "AnnounceReceived",
     "Asked",
     "Bind",
     "Cancel",
-    "Computed",
     "Event",
+    "Evict",
     "Finish",
+    "GrantsMade",
+    "GrantsReceived",
+    "HandedOver",
     "InfoReceived",
     "Outcome",
     "PageIds",
+    "PagesAgreed",
+    "PeerComputed",
     "PeerFailed",
     "PeerLost",
     "PeerQuiet",
     "PeerReady",
+    "PeerRecompute",
     "PeerSeen",
     "PostTag",
+    "ReceiverRequest",
+    "ReturnGrant",
+    "Scatter",
+    "Scattered",
     "SendToPeer",
     "TagArrived",
     "TagsReported",
     "Tick",
+    "TokensComputed",
     "WriteEnded",
 ]
 
@@ -52,9 +65,22 @@ class Outcome(IntEnum):
     """The first token ended the request; the cache is still whole."""
     FAILED = 3
     """Prefill can't serve it; decode sees Failed."""
+    LOCAL_PREFILL = 4
+    """Prefill stops here: decode has the first `num_tokens` tokens and computes the rest."""
 
 
-class Event(msgspec.Struct, frozen=True):
+class ReceiverRequest(msgspec.Struct, frozen=True, kw_only=True, tag="request"):
+    """What the decode engine's scheduler submits; ids packed as on the wire."""
+
+    identity: Identity
+    num_tokens: int
+    decode_prefix_len: int
+    dst_page_ids: bytes
+    dst_state_ids: tuple[bytes, ...]
+    dst_aux_index: int
+
+
+class Event(msgspec.Struct, frozen=True, tag=True):
     """Base of all events."""
 
 
@@ -85,31 +111,97 @@ class PeerFailed(Event, frozen=True):
 
 
 class PeerSeen(Event, frozen=True):
-    """A keepalive: the peer's KVPoll value for this identity, or None when it knows no such."""
+    """A keepalive: the peer's KVPoll value for this identity, or None when it knows no such, and
+    what it waits for (a `protocol.Wait`)."""
 
     peer: int
     poll: int | None
+    wait: int = 0
+
+
+class PeerComputed(Event, frozen=True):
+    """Receiver: this writer has computed all of an announced request."""
+
+    peer: int
+    outcome: int = 1
+    num_tokens: int = 0
+
+
+class PeerRecompute(Event, frozen=True):
+    """Receiver: the prefill engine evicted what it had computed. A new attempt is needed."""
+
+    peer: int
+    cause: str
+
+
+class Allocate(Event, frozen=True):
+    """Receiver: the engine has pages for an announced request now."""
+
+    request: ReceiverRequest
+
+
+class GrantsMade(Event, frozen=True):
+    """Receiver: the staging pool promises these regions."""
+
+    grants: tuple[StageGrant, ...]
 
 
 class TagArrived(Event, frozen=True):
-    """Receiver: a notification; the bytes of this tag are in my memory."""
+    """Receiver: a notification; the bytes of this tag are in my memory, in its pages or, when
+    `is_staged`, in the region that was granted to it."""
 
     tag: Tag
+    is_staged: bool = False
 
 
 class TagsReported(Event, frozen=True):
-    """Receiver: the writer's answer to Ask, (component, chunk) pairs."""
+    """Receiver: the writer's answer to Ask, (component, chunk) pairs; `staged` as in Sent."""
 
     peer: int
     tags: tuple[tuple[int, int], ...]
+    staged: tuple[tuple[int, int], ...] = ()
+
+
+class Scattered(Event, frozen=True):
+    """Receiver: a staged tag is in its pages (its scatter's event has fired), or it is not, and
+    never will be: `error`."""
+
+    tag: Tag
+    error: str = ""
+
+
+class HandedOver(Event, frozen=True):
+    """Receiver: the stamp of the aux row says that prefill stopped after `num_tokens` tokens."""
+
+    num_tokens: int
 
 
 class InfoReceived(Event, frozen=True):
-    """Sender: a reader's (or a dummy's) TransferInfo, and the pairing with that reader's engine."""
+    """Sender: a reader's (or a dummy's) TransferInfo, and the pairing with that reader's engine.
+
+    `staged`: tags that had better go through staging, a function of the route that both sides
+    know: they wait for their grant, for `limits.staging_wait_s` at most.
+    """
 
     peer: int
     info: TransferInfo
     pairing: Pairing
+    staged: frozenset[Tag] = frozenset()
+
+
+class AnnounceReceived(Event, frozen=True):
+    """Sender: a reader (or a dummy) wants this computed, and names its pages later."""
+
+    peer: int
+    announce: Announce
+    pairing: Pairing
+
+
+class GrantsReceived(Event, frozen=True):
+    """Sender: staging regions of one reader. What is posted already ignores its grant."""
+
+    peer: int
+    grants: tuple[StageGrant, ...]
 
 
 class Asked(Event, frozen=True):
@@ -119,9 +211,23 @@ class Asked(Event, frozen=True):
 
 
 class Bind(Event, frozen=True):
-    """Sender: the group agreed that this handle serves this identity."""
+    """Sender: the group agreed that this handle serves this identity; with `has_pages` also that
+    all TransferInfos are in."""
 
     identity: Identity
+    has_pages: bool = True
+
+
+class PagesAgreed(Event, frozen=True):
+    """Sender: the group agreed that all TransferInfos of an announced request are in. From here
+    on nothing is evicted, and writes may go."""
+
+
+class Evict(Event, frozen=True):
+    """Sender: the engine dropped what it had computed, on all ranks alike. Only while the group
+    has not agreed on the TransferInfos."""
+
+    cause: str = "evicted before decode had pages"
 
 
 class PageIds(msgspec.Struct, frozen=True):
@@ -132,7 +238,7 @@ class PageIds(msgspec.Struct, frozen=True):
     page_ids: npt.NDArray[np.int32]
 
 
-class Computed(Event, frozen=True):
+class TokensComputed(Event, frozen=True):
     """Sender: positions [start, stop) are computed and lie in `pages`, once `ready` fired."""
 
     start: int
@@ -161,9 +267,10 @@ class WriteEnded(Event, frozen=True):
 
 
 class Cancel(Event, frozen=True):
-    """This side's engine gave up, or its group did."""
+    """This side's engine gave up, or its group did; `recompute` as the group's verdict says."""
 
     cause: str
+    recompute: bool = False
 
 
 class Tick(Event, frozen=True):
@@ -182,11 +289,26 @@ class SendToPeer(Action, frozen=True):
 
 
 class PostTag(Action, frozen=True):
-    """Write one tag to one reader, when all of `ready` have fired."""
+    """Write one tag to one reader, when all of `ready` have fired: into its pages, or gathered
+    into the region of its `grant`."""
 
     peer: int
     tag: Tag
     ready: tuple[ReadyEvent, ...]
+    grant: StageGrant | None = None
+
+
+class Scatter(Action, frozen=True):
+    """Move a staged tag from its region into its pages; answers Scattered, also after an error."""
+
+    tag: Tag
+    grant: StageGrant
+
+
+class ReturnGrant(Action, frozen=True):
+    """This region is needed no more, and no writer can reach it: back to the staging pool."""
+
+    grant: StageGrant
 
 
 class Abandon(Action, frozen=True):

@@ -5,40 +5,53 @@ Layer 2; pure.
 
 from __future__ import annotations
 
-import msgspec
-
 from pdkv.limits import Limits
 from pdkv.plan import Pairing, Tag
-from pdkv.protocol import Abort, Ask, Identity, TransferInfo
+from pdkv.protocol import (
+    Abort,
+    Announce,
+    Ask,
+    Grant,
+    StageGrant,
+    TransferInfo,
+    Wait,
+)
+from pdkv.request.arrivals import Arrivals
 from pdkv.request.events import (
     Action,
+    Allocate,
     Cancel,
     Event,
+    GrantsMade,
+    HandedOver,
+    PeerComputed,
     PeerFailed,
     PeerLost,
     PeerQuiet,
     PeerReady,
+    PeerRecompute,
     PeerSeen,
+    ReceiverRequest,
+    ReturnGrant,
+    Scattered,
     SendToPeer,
     TagArrived,
     TagsReported,
     Tick,
 )
+from pdkv.request.journal import Journal, ReceiverAnnouncement, ReceiverBirth
 from pdkv.request.machine import Machine
-from pdkv.request.states import RECEIVER_TABLE, KVPoll, Memory, Trigger
+from pdkv.request.patience import Patience
+from pdkv.request.states import (
+    RECEIVER_TABLE,
+    Allocation,
+    AllocationTrigger,
+    KVPoll,
+    Memory,
+    Trigger,
+)
 
-__all__ = ["ReceiverMachine", "ReceiverRequest"]
-
-
-class ReceiverRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the decode engine's scheduler submits; ids packed as on the wire."""
-
-    identity: Identity
-    num_tokens: int
-    decode_prefix_len: int
-    dst_page_ids: bytes
-    dst_state_ids: tuple[bytes, ...]
-    dst_aux_index: int
+__all__ = ["ReceiverMachine"]
 
 
 class ReceiverMachine(Machine):
@@ -48,30 +61,59 @@ class ReceiverMachine(Machine):
 
     def __init__(
         self,
-        request: ReceiverRequest,
+        request: ReceiverRequest | ReceiverAnnouncement,
         *,
         rank_id: int,
         pairing: Pairing,
         limits: Limits,
         now: float,
     ) -> None:
-        super().__init__(now)
-        self.request = request
+        super().__init__(now, Journal(ReceiverBirth(request, rank_id, pairing, limits, now)))
+        self.request: ReceiverRequest | None = None
         self.identity = request.identity
+        self.num_tokens = request.num_tokens
         self.writers = frozenset(pairing.writers(rank_id))
         self.peers = self.writers | frozenset(pairing.dummy_writers(rank_id))
-        self.missing = set(pairing.tags(rank_id, request.decode_prefix_len, request.num_tokens))
-        self.num_tags = len(self.missing)
-        self.num_strays = 0
-        self._pairing = pairing
+        self.arrivals = Arrivals()
+        self.num_tags = 0
+        self.promise: PeerComputed | None = None
+        self._rank_id = rank_id
+        self.pairing = pairing
         self._limits = limits
-        self._expected = frozenset(self.missing)
-        self._told: dict[int, float] = {}
+        self._ready: set[int] = set()
+        self._computed: set[int] = set()
+        self._infos: dict[int, TransferInfo] = {}
+        self._said_at: dict[int, float] = {}
         self._unquiet: set[int] = set()
         self._started_at = now
+        self._waiting_since = now
         self._progress_at = now
+        self._patience = Patience(limits, now)
         self._asked_at = now
         self._resent_at = now
+        if isinstance(request, ReceiverRequest):
+            self._place(request, now)
+
+    @property
+    def missing(self) -> set[Tag]:
+        """Tags that are not in place."""
+        return self.arrivals.missing
+
+    @property
+    def num_strays(self) -> int:
+        """Tags that came and were none of this request's."""
+        return self.arrivals.num_strays
+
+    @property
+    def wait(self) -> Wait:
+        """What this request waits for, in the words of a keepalive."""
+        if self.poll.is_terminal:
+            return Wait.NOTHING if self.memory is Memory.RELEASED else Wait.QUIET
+        if self.poll is KVPoll.Bootstrapping:
+            return Wait.INFO
+        if self.allocation is Allocation.ANNOUNCED:
+            return Wait.COMPUTED
+        return Wait.QUEUED if self.allocation is Allocation.COMPUTED else Wait.BYTES
 
     def waits_for(self) -> tuple[int, ...]:
         """Rank ids of the peers whose word or bytes this request waits for."""
@@ -80,91 +122,203 @@ class ReceiverMachine(Machine):
         if self.poll.is_terminal:
             return tuple(sorted(self._unquiet))
         if self.poll is KVPoll.Bootstrapping:
-            return tuple(sorted(self.peers - self._told.keys()))
+            return tuple(sorted(self.peers - self._said_at.keys()))
+        if self.allocation is Allocation.ANNOUNCED:
+            return tuple(sorted(self.writers - self._computed))
         return tuple(sorted({tag.writer for tag in self.missing}))
 
     def _on_event(self, event: Event, now: float) -> list[Action]:
         match event:
             case PeerReady(peer):
                 return self._on_ready(peer, now)
-            case TagArrived(tag):
-                self._on_tag(tag, now)
-            case TagsReported(peer, tags):
-                for component, chunk in tags:
-                    self._on_tag(Tag(peer, component, chunk), now)
-            case PeerSeen(peer, poll):
-                return self._on_seen(peer, poll, now)
+            case TagArrived(tag, is_staged):
+                return self._on_tag(tag, is_staged, now)
+            case TagsReported(peer, tags, staged):
+                return self._on_report(peer, tags, staged, now)
+            case Scattered(tag, error):
+                return self._on_scattered(tag, error, now)
+            case GrantsMade(grants):
+                return self._on_grants(grants)
+            case HandedOver(num_tokens):
+                self._on_handed_over(num_tokens)
+            case Allocate(request):
+                return self._on_allocate(request, now)
+            case Cancel(cause, recompute):
+                return self._fail(cause, now, recompute=recompute)
+            case Tick():
+                return self._on_tick(now)
+            case _:
+                return self._on_peer(event, now)
+        return []
+
+    def _on_peer(self, event: Event, now: float) -> list[Action]:
+        match event:
+            case PeerSeen():
+                return self._on_seen(event, now)
+            case PeerComputed():
+                self._on_computed(event, now)
             case PeerFailed(peer, cause):
                 return self._fail(f"prefill rank {peer}: {cause}", now)
+            case PeerRecompute(peer, cause):
+                return self._fail(f"prefill rank {peer}: {cause}", now, recompute=True)
             case PeerLost(peer, cause) if peer in self.peers:
                 return self._fail(f"prefill rank {peer} lost: {cause}", now)
             case PeerQuiet(peer):
                 self._unquiet.discard(peer)
+                back = self.arrivals.take_back([peer])
                 if peer in self.peers and not self.poll.is_terminal:
-                    return self._fail(
-                        f"prefill rank {peer} stopped writing before it was done", now
-                    )
-            case Cancel(cause):
-                return self._fail(cause, now)
-            case Tick():
-                return self._on_tick(now)
+                    cause = f"prefill rank {peer} stopped writing before it was done"
+                    back += self._fail(cause, now)
+                return back
             case _:
                 pass
         return []
 
     def _settle(self, now: float) -> list[Action]:
-        if not self.poll.is_terminal and not self.missing and self._told.keys() >= self.peers:
+        actions: list[Action] = []
+        if self._is_complete():
             self._move(Trigger.COMPLETED, now)
             # Each enumerated write is here: there is none left to come.
             self._unquiet.clear()
-        if self.poll.is_terminal and not self._unquiet:
+            actions = self.arrivals.take_back(self.writers)
+        if self.poll.is_terminal and not self._unquiet and not self.arrivals.scattering:
             self._quiet()
-        return []
+        return actions
+
+    def _is_complete(self) -> bool:
+        return (
+            not self.poll.is_terminal
+            and self.allocation is Allocation.ALLOCATED
+            and not self.missing
+            and self._infos.keys() >= self.peers
+        )
+
+    # -- telling the writers ----------------------------------------------------------------------
+
+    def _place(self, request: ReceiverRequest, now: float) -> None:
+        """The pages are known, and with them everything that must arrive."""
+        self.request = request
+        self._allocate(AllocationTrigger.ALLOCATED)
+        tags = self.pairing.tags(self._rank_id, request.decode_prefix_len, request.num_tokens)
+        self.arrivals = Arrivals(tags)
+        self.num_tags = len(tags)
+        self._waiting_since = self._progress_at = now
 
     def _on_ready(self, peer: int, now: float) -> list[Action]:
-        if self.poll.is_terminal or peer not in self.peers or peer in self._told:
+        if self.poll.is_terminal or peer not in self.peers or peer in self._said_at:
             return []
+        self._ready.add(peer)
         action = self._tell(peer, now)
-        if self._told.keys() >= self.peers:
+        if self._said_at.keys() >= self.peers:
+            self._waiting_since = now
             self._move(Trigger.BOOTSTRAPPED, now)
         return [action]
 
+    def _on_allocate(self, request: ReceiverRequest, now: float) -> list[Action]:
+        if self.poll.is_terminal or self.request is not None:
+            return []
+        self._place(request, now)
+        return [self._tell(peer, now) for peer in sorted(self._ready)]
+
     def _tell(self, peer: int, now: float) -> Action:
         """TransferInfo makes the peer a possible writer, from this moment until proven quiet."""
-        self._told[peer] = now
+        self._said_at[peer] = now
+        if self.request is None:
+            num_readers = self.pairing.num_readers(peer)
+            is_dummy = peer not in self.writers
+            return SendToPeer(peer, Announce(self.identity, self.num_tokens, num_readers, is_dummy))
         if peer in self.writers:
             self._unquiet.add(peer)
-        request = self.request
-        info = TransferInfo(
+        # The same one each time: grants that came later go in messages of their own.
+        if peer not in self._infos:
+            self._infos[peer] = self._info(peer, self.request)
+        return SendToPeer(peer, self._infos[peer])
+
+    def _info(self, peer: int, request: ReceiverRequest) -> TransferInfo:
+        is_writer = peer in self.writers
+        return TransferInfo(
             room=request.identity.room,
             attempt=request.identity.attempt,
             incarnation=request.identity.incarnation,
             num_tokens=request.num_tokens,
             decode_prefix_len=request.decode_prefix_len,
-            dst_page_ids=request.dst_page_ids if peer in self.writers else b"",
-            dst_state_ids=request.dst_state_ids if peer in self.writers else (),
+            dst_page_ids=request.dst_page_ids if is_writer else b"",
+            dst_state_ids=request.dst_state_ids if is_writer else (),
             dst_aux_index=request.dst_aux_index,
-            is_dummy=peer not in self.writers,
-            num_readers=self._pairing.num_readers(peer),
+            is_dummy=not is_writer,
+            num_readers=self.pairing.num_readers(peer),
+            grants=self.arrivals.granted_to(peer),
         )
-        return SendToPeer(peer, info)
 
-    def _on_tag(self, tag: Tag, now: float) -> None:
-        if tag not in self._expected:
-            self.num_strays += 1
-        elif tag in self.missing and not self.poll.is_terminal:
-            self.missing.discard(tag)
+    def _on_computed(self, event: PeerComputed, now: float) -> None:
+        if self.poll.is_terminal or event.peer not in self.writers:
+            return
+        self._computed.add(event.peer)
+        self.promise = event
+        if self._computed >= self.writers and self._allocate(AllocationTrigger.COMPUTED):
+            self._waiting_since = now
+
+    # -- bytes ------------------------------------------------------------------------------------
+
+    def _on_grants(self, grants: tuple[StageGrant, ...]) -> list[Action]:
+        if self.poll.is_terminal:
+            return [ReturnGrant(grant) for grant in grants]
+        kept, actions = self.arrivals.promise(grants)
+        for peer in sorted({grant.writer for grant in kept} & self._infos.keys()):
+            mine = tuple(grant for grant in kept if grant.writer == peer)
+            actions.append(SendToPeer(peer, Grant(self.identity, mine)))
+        return actions
+
+    def _on_tag(self, tag: Tag, is_staged: bool, now: float) -> list[Action]:
+        if self.poll.is_terminal:
+            return []
+        if is_staged and tag in self.arrivals.expected and not self.arrivals.is_granted(tag):
+            return self._fail(f"prefill rank {tag.writer} staged {tag} without a grant", now)
+        is_news, actions = self.arrivals.arrive(tag, is_staged=is_staged)
+        if is_news:
             self._progress_at = now
             self._move(Trigger.PROGRESSED, now)
+        return actions
 
-    def _on_seen(self, peer: int, poll: int | None, now: float) -> list[Action]:
-        if self.poll.is_terminal or peer not in self._told:
+    def _on_report(
+        self,
+        peer: int,
+        tags: tuple[tuple[int, int], ...],
+        staged: tuple[tuple[int, int], ...],
+        now: float,
+    ) -> list[Action]:
+        actions: list[Action] = []
+        for is_staged, pairs in ((False, tags), (True, staged)):
+            for component, chunk in pairs:
+                actions += self._on_tag(Tag(peer, component, chunk), is_staged, now)
+        return actions
+
+    def _on_scattered(self, tag: Tag, error: str, now: float) -> list[Action]:
+        is_in_place = not error and not self.poll.is_terminal
+        actions = self.arrivals.scattered(tag, is_in_place=is_in_place)
+        self._progress_at = now
+        return actions + (self._fail(f"scatter of {tag}: {error}", now) if error else [])
+
+    def _on_handed_over(self, num_tokens: int) -> None:
+        if self.request is not None and not self.poll.is_terminal:
+            prefix = self.request.decode_prefix_len
+            self.arrivals.cut(self.pairing, num_tokens, prefix, self.num_tokens)
+
+    # -- words and time ---------------------------------------------------------------------------
+
+    def _on_seen(self, event: PeerSeen, now: float) -> list[Action]:
+        peer = event.peer
+        if self.poll.is_terminal or peer not in self._said_at:
             return []
-        if poll is None:
+        if event.wait in (Wait.QUEUED, Wait.GROUP, Wait.INFO):  # the peer waits, and not for me
+            self._patience.hear_queued(now)
+        if event.poll is None or (event.wait == Wait.PAGES and peer in self._infos):
             # A lost frame; or the peer is over with it, and answers with the outcome.
-            if now - self._told[peer] >= self._limits.resend_s:
+            if now - self._said_at[peer] >= self._limits.resend_s:
                 return [self._tell(peer, now)]
-        elif poll == KVPoll.Success and any(tag.writer == peer for tag in self.missing):
+        elif event.poll == KVPoll.Failed or (
+            event.poll == KVPoll.Success and any(tag.writer == peer for tag in self.missing)
+        ):
             return self._ask([peer], now)
         return []
 
@@ -178,24 +332,37 @@ class ReceiverMachine(Machine):
             if self._unquiet and now - self._resent_at >= limits.resend_s:
                 return self._send_abort(sorted(self._unquiet), now)
             return []
-        if self.poll is KVPoll.Bootstrapping and now - self._started_at > limits.handshake_s:
-            return self._fail(self._late("handshake", limits.handshake_s), now)
-        if self.poll is KVPoll.WaitingForInput and now - self.changed_at > limits.queued_s:
-            return self._fail(self._late("first bytes", limits.queued_s), now)
-        if self.poll is KVPoll.Transferring:
-            if now - self._progress_at > limits.progress_s:
-                return self._fail(self._late("further bytes", limits.progress_s), now)
-            if now - max(self._progress_at, self._asked_at) >= limits.ask_s:
-                return self._ask(list(self.waits_for()), now)
+        if self.poll is KVPoll.Bootstrapping:
+            is_late = now - self._started_at > limits.handshake_s
+            return self._give_up("handshake", limits.handshake_s, now) if is_late else []
+        if self.allocation is Allocation.COMPUTED:
+            if now - self._waiting_since > limits.queued_s:
+                return self._fail(f"no pages within {limits.queued_s:g} s", now)
+            return []
+        is_moving = self.poll is KVPoll.Transferring
+        since = self._progress_at if is_moving else self._waiting_since
+        limit_s = self._patience.exceeded(since, now)
+        if limit_s:
+            return self._give_up(self._awaited(), limit_s, now)
+        if is_moving and now - max(self._progress_at, self._asked_at) >= limits.ask_s:
+            return self._ask(list(self.waits_for()), now)
         return []
 
-    def _late(self, what: str, limit_s: float) -> str:
-        return f"no {what} from prefill ranks {list(self.waits_for())} within {limit_s:g} s"
+    def _awaited(self) -> str:
+        if self.allocation is Allocation.ANNOUNCED:
+            return "Computed"
+        return "further bytes" if self.poll is KVPoll.Transferring else "first bytes"
 
-    def _fail(self, cause: str, now: float) -> list[Action]:
+    def _give_up(self, what: str, limit_s: float, now: float) -> list[Action]:
+        ranks = list(self.waits_for())
+        return self._fail(f"no {what} from prefill ranks {ranks} within {limit_s:g} s", now)
+
+    def _fail(self, cause: str, now: float, *, recompute: bool = False) -> list[Action]:
         if not self._move(Trigger.FAILED, now, cause):
             return []
-        return self._send_abort(sorted(self._told), now)
+        self.is_recompute = recompute
+        quiet = self.writers - self._unquiet
+        return self.arrivals.take_back(quiet) + self._send_abort(sorted(self._said_at), now)
 
     def _send_abort(self, peers: list[int], now: float) -> list[Action]:
         self._resent_at = now

@@ -5,37 +5,59 @@ Layer 2; pure.
 
 from __future__ import annotations
 
-from collections import deque
-
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.interfaces import ReadyEvent
 from pdkv.limits import Limits
 from pdkv.plan import Pairing, Tag
-from pdkv.protocol import Failed, Identity, Message, Quiesced, Sent, TransferInfo
+from pdkv.protocol import (
+    Computed,
+    Failed,
+    Identity,
+    Message,
+    Quiesced,
+    Recompute,
+    Sent,
+    TransferInfo,
+    Wait,
+)
 from pdkv.request.events import (
     Abandon,
     Action,
+    AnnounceReceived,
     Asked,
     Bind,
     Cancel,
-    Computed,
     Event,
+    Evict,
     Finish,
+    GrantsReceived,
     InfoReceived,
     Outcome,
     PageIds,
+    PagesAgreed,
     PeerFailed,
     PeerLost,
     PeerQuiet,
-    PostTag,
+    PeerSeen,
     SendToPeer,
     Tick,
+    TokensComputed,
     WriteEnded,
 )
+from pdkv.request.journal import Journal, SenderBirth
 from pdkv.request.machine import Machine
-from pdkv.request.states import SENDER_TABLE, KVPoll, Trigger
+from pdkv.request.outbox import Outbox
+from pdkv.request.patience import Patience
+from pdkv.request.readers import Asking, Readers
+from pdkv.request.states import (
+    SENDER_TABLE,
+    Allocation,
+    AllocationTrigger,
+    KVPoll,
+    Memory,
+    Trigger,
+)
 
 __all__ = ["SenderMachine"]
 
@@ -58,84 +80,145 @@ class SenderMachine(Machine):
         limits: Limits,
         now: float,
     ) -> None:
-        super().__init__(now)
+        birth = SenderBirth(room, rank_id, num_tokens, num_pages, limits, now)
+        super().__init__(now, Journal(birth))
         self.room = room
         self.num_tokens = num_tokens
         self.identity: Identity | None = None
-        self.infos: dict[int, TransferInfo] = {}
-        self.pairing: Pairing | None = None
+        self.readers = Readers(rank_id, num_tokens)
         self.finish: Finish | None = None
         self.pages: tuple[npt.NDArray[np.int32], ...] = tuple(
             np.full(n, -1, dtype=np.int32) for n in num_pages
         )
-        self.in_flight: set[tuple[int, Tag]] = set()
         self.unsettled: set[int] = set()
-        self._rank_id = rank_id
-        self._limits = limits
         self.is_bound = False
-        self._first_token: int | None = None
-        self._computed = 0
-        self._ready: list[tuple[int, ReadyEvent]] = []
-        self._queues: dict[int, deque[Tag]] = {}
-        self._done: dict[int, list[Tag]] = {}
+        self._limits = limits
+        self._outbox = Outbox(rank_id, num_tokens, limits)
         self._owed_quiesced: set[int] = set()
+        self._progress_at = now
+        self._computed_at = now
+        self._patience = Patience(limits, now)
+        self._said_computed: dict[int, float] = {}
+
+    @property
+    def in_flight(self) -> set[tuple[int, Tag]]:
+        """(reader, tag) of every write that was asked for and has not ended."""
+        return self._outbox.in_flight
+
+    @property
+    def infos(self) -> dict[int, TransferInfo]:
+        """TransferInfos by decode rank_id."""
+        return self.readers.infos
+
+    @property
+    def pairing(self) -> Pairing | None:
+        """How the engines pair; None before a reader has asked."""
+        return self.readers.pairing
 
     @property
     def candidate(self) -> Identity | None:
-        """The identity whose TransferInfos are all here; what this rank votes for."""
-        if self.pairing is None or len(self.infos) < self.pairing.num_readers(self._rank_id):
-            return None
-        return self.identity
+        """The identity of which every reader has sent word; what this rank votes for."""
+        return self.identity if self.readers.have_asked else None
+
+    @property
+    def has_pages(self) -> bool:
+        """Whether every reader has named its pages; this rank's vote for `PagesAgreed`."""
+        return self.readers.have_pages
+
+    @property
+    def covered(self) -> int:
+        """Positions that decode has when this is over; all of them but for LocalPrefill."""
+        if self.finish is None or self.pairing is None:
+            return self.num_tokens
+        return self._outbox.covered(self.pairing, self.finish, self.readers.prefix)
+
+    def staged(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """(component, chunk) of what went through staging, by reader; usually empty."""
+        return self._outbox.staged()
 
     def peers(self) -> tuple[int, ...]:
-        """Rank ids of the decode ranks that sent a TransferInfo."""
-        return tuple(sorted(self.infos))
+        """Rank ids of the decode ranks that sent a TransferInfo or an Announce."""
+        return tuple(sorted(self.readers.peers))
+
+    @property
+    def wait(self) -> Wait:
+        """What this request waits for, in the words of a keepalive."""
+        if self.poll.is_terminal:
+            return Wait.NOTHING if self.memory is Memory.RELEASED else Wait.BYTES
+        if self.poll is KVPoll.Bootstrapping:
+            return Wait.GROUP if self.candidate is not None else Wait.INFO
+        if self._outbox.in_flight:
+            return Wait.BYTES
+        if self.finish is None:
+            return Wait.QUEUED
+        if self.allocation is not Allocation.ALLOCATED:
+            return Wait.GROUP if self.has_pages else Wait.PAGES
+        return Wait.GROUP if self._outbox.is_empty else Wait.BYTES
 
     def waits_for(self) -> tuple[int, ...]:
         """Rank ids of the peers this request waits for (empty: it waits for its own engine)."""
-        if self.poll is KVPoll.Bootstrapping and self.pairing is not None:
-            expected = set(self.pairing.readers(self._rank_id))
-            return tuple(sorted(expected - self.infos.keys()))
-        return tuple(sorted({peer for peer, _ in self.in_flight} | self.unsettled))
+        wait = self.wait
+        if wait is Wait.INFO:
+            return tuple(self.readers.without_word())
+        if wait is Wait.PAGES:
+            return tuple(self.readers.without_pages())
+        return tuple(sorted(self._outbox.busy_peers() | self.unsettled))
 
     def _on_event(self, event: Event, now: float) -> list[Action]:
         match event:
-            case InfoReceived():
-                return self._on_info(event, now)
+            case InfoReceived(peer, info, pairing, staged):
+                self.readers.staged[peer] = staged
+                return self._on_asking(peer, info, pairing, now)
+            case AnnounceReceived(peer, announce, pairing):
+                return self._on_asking(peer, announce, pairing, now)
+            case GrantsReceived(peer, grants):
+                self._outbox.grant(peer, grants)
             case Bind():
-                return self._on_bind(now)
-            case Computed():
-                self._on_computed(event)
+                self._on_bind(event, now)
+            case PagesAgreed():
+                self._on_pages_agreed(now)
+            case TokensComputed():
+                self._on_computed(event, now)
             case Finish():
                 return self._on_finish(event, now)
             case WriteEnded():
                 return self._on_write_ended(event, now)
+            case PeerSeen():
+                return self._on_seen(event, now)
+            case Evict(cause):
+                return self._on_evict(cause, now)
+            case Cancel(cause, recompute):
+                return self._fail(cause, now, recompute=recompute)
+            case Tick():
+                return self._on_tick(now)
+            case _:
+                return self._on_peer(event, now)
+        return []
+
+    def _on_peer(self, event: Event, now: float) -> list[Action]:
+        match event:
             case Asked(peer):
                 return self._answer(peer)
             case PeerFailed(peer, cause):
                 self._owed_quiesced.add(peer)
                 return self._fail(f"decode rank {peer}: {cause}", now)
-            case PeerLost(peer, cause) if peer in self.infos:
+            case PeerLost(peer, cause) if peer in self.peers():
                 return self._fail(f"decode rank {peer} lost: {cause}", now)
             case PeerQuiet(peer):
                 self.unsettled.discard(peer)
-                if peer in self.infos and not self.poll.is_terminal:
+                if peer in self.peers() and not self.poll.is_terminal:
                     return self._fail(f"decode rank {peer} is gone", now)
-            case Cancel(cause):
-                return self._fail(cause, now)
-            case Tick():
-                return self._on_tick(now)
             case _:
                 pass
         return []
 
     def _settle(self, now: float) -> list[Action]:
         actions = self._post(now)
-        if self.finish and not any(self._queues.values()) and not self.in_flight:
+        if self.finish and self.allocation is Allocation.ALLOCATED and self._outbox.is_empty:
             self._move(Trigger.COMPLETED, now)
         if not self.poll.is_terminal:
-            return actions
-        busy = {peer for peer, _ in self.in_flight} | self.unsettled
+            return actions + self._say_computed(now)
+        busy = self._outbox.busy_peers() | self.unsettled
         if self.identity is not None:
             for peer in sorted(self._owed_quiesced - busy):
                 actions.append(SendToPeer(peer, Quiesced(self.identity)))
@@ -149,58 +232,52 @@ class SenderMachine(Machine):
         was posted for either, and what the newer one sent is dropped."""
         assert not self.is_bound
         self.identity = identity
-        self.infos.clear()
+        self.readers.clear()
 
-    def _on_info(self, event: InfoReceived, now: float) -> list[Action]:
-        info, peer = event.info, event.peer
+    # -- what decode asks for ---------------------------------------------------------------------
+
+    def _on_asking(self, peer: int, asking: Asking, pairing: Pairing, now: float) -> list[Action]:
         if self.poll.is_terminal:
-            return self._tell_outcome(peer, info.identity)
-        if self.identity is not None and info.identity != self.identity:
+            return self._tell_outcome(peer, asking.identity)
+        if self.identity is not None and asking.identity != self.identity:
             # Only a newer attempt of the same decode engine gets here; nothing is bound yet.
-            self.infos.clear()
-        elif peer in self.infos:
-            if self.infos[peer] == info:
-                return []
-            return self._fail(f"decode rank {peer} changed its TransferInfo", now)
-        self.identity = info.identity
-        self.pairing = event.pairing
-        self.infos[peer] = info
-        problem = self._check_info(info, event.pairing)
+            self.readers.clear()
+        problem = self.readers.add(peer, asking, pairing)
+        if problem is not None:
+            self.identity = asking.identity
         return self._fail(problem, now) if problem else []
 
-    def _check_info(self, info: TransferInfo, pairing: Pairing) -> str:
-        """Why this TransferInfo can't be served, or nothing. Compared, never assumed."""
-        if info.num_tokens != self.num_tokens:
-            return f"num_tokens differ: prefill {self.num_tokens}, decode {info.num_tokens}"
-        first = next(iter(self.infos.values()))
-        if info.decode_prefix_len != first.decode_prefix_len:
-            both = sorted({info.decode_prefix_len, first.decode_prefix_len})
-            return f"decode ranks differ in decode_prefix_len: {both}"
-        expected = pairing.num_readers(self._rank_id)
-        if info.num_readers != expected:
-            return f"num_readers differ: prefill {expected}, decode {info.num_readers}"
-        return ""
-
-    def _on_bind(self, now: float) -> list[Action]:
+    def _on_bind(self, event: Bind, now: float) -> None:
         if self.is_bound or self.poll.is_terminal or self.pairing is None:
-            return []
+            return
         self.is_bound = True
+        self._progress_at = now
         self._move(Trigger.BOOTSTRAPPED, now)
-        for peer, info in sorted(self.infos.items()):
-            self._done[peer] = []
-            tags = self.pairing.writer_tags(
-                self._rank_id, peer, info.decode_prefix_len, info.num_tokens
-            )
-            self._queues[peer] = deque(() if info.is_dummy else tags)
-        return []
+        if event.has_pages:
+            self._on_pages_agreed(now)
 
-    def _on_computed(self, event: Computed) -> None:
-        if self._first_token is None:
-            self._first_token = event.start
-        self._computed = event.stop
+    def _on_pages_agreed(self, now: float) -> None:
+        if not self.is_bound or self.poll.is_terminal or self.pairing is None:
+            return
+        if not self._allocate(AllocationTrigger.ALLOCATED):
+            return
+        self._progress_at = now
+        for peer, info in sorted(self.infos.items()):
+            prefers = self.readers.staged.get(peer, frozenset())
+            self._outbox.fill(peer, info, self.pairing, prefers)
+
+    def _on_evict(self, cause: str, now: float) -> list[Action]:
+        """The gate lets this through only while the group has not agreed on the pages."""
+        if self.allocation is Allocation.ALLOCATED:
+            return []
+        return self._fail(cause, now, recompute=True)
+
+    # -- what the engine computes -----------------------------------------------------------------
+
+    def _on_computed(self, event: TokensComputed, now: float) -> None:
+        self._progress_at = now
+        self._outbox.add_tokens(event.start, event.stop, event.ready)
         self._store(event.pages)
-        if event.ready is not None:
-            self._ready.append((event.start, event.ready))
 
     def _store(self, pages: tuple[PageIds, ...]) -> None:
         for part in pages:
@@ -210,92 +287,114 @@ class SenderMachine(Machine):
     def _on_finish(self, event: Finish, now: float) -> list[Action]:
         if event.outcome == Outcome.FAILED:
             return self._fail(event.cause or "the prefill engine failed the request", now)
-        self.finish = event
-        self._store(event.pages)
+        if self.finish is None:
+            self.finish = event
+            self._progress_at = self._computed_at = now
+            self._store(event.pages)
         return []
+
+    def _say_computed(self, now: float) -> list[Action]:
+        """Whoever announced hears once that all is computed; `_on_seen` says it again."""
+        finish, identity = self.finish, self.identity
+        if finish is None or identity is None or not self.is_bound:
+            return []
+        if self.allocation is Allocation.ALLOCATED:
+            return []
+        self._allocate(AllocationTrigger.COMPUTED)
+        waiting = self.readers.without_pages()
+        return [self._computed_to(p, now) for p in waiting if p not in self._said_computed]
+
+    def _computed_to(self, peer: int, now: float) -> Action:
+        assert self.finish is not None
+        assert self.identity is not None
+        self._said_computed[peer] = now
+        message = Computed(self.identity, int(self.finish.outcome), self.covered)
+        return SendToPeer(peer, message)
+
+    # -- bytes ------------------------------------------------------------------------------------
 
     def _post(self, now: float) -> list[Action]:
         """Ask for the write of every tag whose tokens are there."""
-        if self.poll.is_terminal or not self.is_bound or self.pairing is None:
+        if self.poll.is_terminal or self.allocation is not Allocation.ALLOCATED:
             return []
-        actions: list[Action] = []
-        for peer, queue in self._queues.items():
-            prefix = self.infos[peer].decode_prefix_len
-            if self._first_token is not None and self._first_token > prefix:
-                cause = f"tokens {prefix}..{self._first_token} were never sent"
-                return actions + self._fail(cause, now)
-            while queue and self._is_ready(queue[0], prefix):
-                tag = queue.popleft()
-                self.in_flight.add((peer, tag))
-                actions.append(PostTag(peer, tag, self._events_for(tag, prefix)))
-            if queue and self.finish is not None:
-                cause = f"finished, but tokens {self._computed}..{self.num_tokens} were never sent"
-                return actions + self._fail(cause, now)
-        if actions:
+        assert self.pairing is not None
+        posts, problem = self._outbox.take(self.pairing, self.finish, now)
+        if posts:
+            self._progress_at = now
             self._move(Trigger.PROGRESSED, now)
-        return actions
-
-    def _needs_finish(self, tag: Tag) -> bool:
-        assert self.pairing is not None
-        components = self.pairing.src.kv.components
-        return tag.component == len(components) or components[tag.component].kind == "row"
-
-    def _is_ready(self, tag: Tag, prefix: int) -> bool:
-        if self._needs_finish(tag):
-            return self.finish is not None
-        assert self.pairing is not None
-        tokens = self.pairing.tag_tokens(tag, prefix, self.num_tokens)
-        return tokens.stop <= self._computed
-
-    def _events_for(self, tag: Tag, prefix: int) -> tuple[ReadyEvent, ...]:
-        assert self.pairing is not None
-        if self._needs_finish(tag):
-            finish = self.finish
-            return (finish.ready,) if finish is not None and finish.ready is not None else ()
-        tokens = self.pairing.tag_tokens(tag, prefix, self.num_tokens)
-        return tuple(ready for start, ready in self._ready if start < tokens.stop)
+        return [*posts, *(self._fail(problem, now) if problem else [])]
 
     def _on_write_ended(self, event: WriteEnded, now: float) -> list[Action]:
-        self.in_flight.discard((event.peer, event.tag))
+        self._progress_at = now
+        self._outbox.ended(event.peer, event.tag, is_complete=not event.error)
         if not event.error:
-            self._done.setdefault(event.peer, []).append(event.tag)
             return []
         if not event.quiet:
             self.unsettled.add(event.peer)
         return self._fail(f"write to decode rank {event.peer}: {event.error}", now)
 
+    # -- words ------------------------------------------------------------------------------------
+
+    def _on_seen(self, event: PeerSeen, now: float) -> list[Action]:
+        if self.poll.is_terminal or event.peer not in self.peers():
+            return []
+        if event.wait in (Wait.QUEUED, Wait.GROUP):
+            self._patience.hear_queued(now)
+        said_at = self._said_computed.get(event.peer)
+        is_lost = event.wait == Wait.COMPUTED and said_at is not None
+        if is_lost and said_at is not None and now - said_at >= self._limits.resend_s:
+            return [self._computed_to(event.peer, now)]
+        return []
+
     def _answer(self, peer: int) -> list[Action]:
-        if self.identity is None or peer not in self.infos:
+        if self.identity is None or peer not in self.peers():
             return []
         if self.poll is KVPoll.Failed:
             return self._tell_outcome(peer, self.identity)
-        tags = tuple((tag.component, tag.chunk) for tag in self._done.get(peer, ()))
-        return [SendToPeer(peer, Sent(self.identity, tags))]
+        return [SendToPeer(peer, Sent(self.identity, *self._outbox.sent(peer)))]
 
     def _tell_outcome(self, peer: int, identity: Identity) -> list[Action]:
         """A TransferInfo or a question that comes after the end gets the end."""
         if self.poll is not KVPoll.Failed:
             return self._answer(peer)
         self._owed_quiesced.add(peer)
-        return [SendToPeer(peer, Failed(identity, self.cause))]
+        return [SendToPeer(peer, self._end(identity))]
+
+    def _end(self, identity: Identity) -> Message:
+        kind = Recompute if self.is_recompute else Failed
+        return kind(identity, self.cause)
+
+    # -- time -------------------------------------------------------------------------------------
 
     def _on_tick(self, now: float) -> list[Action]:
-        limits = self._limits
-        if self.poll is KVPoll.Bootstrapping and now - self.changed_at > limits.bootstrap_s:
-            ranks = list(self.waits_for()) or "any"
-            cause = f"no TransferInfo from decode ranks {ranks} within {limits.bootstrap_s:g} s"
-            return self._fail(cause, now)
-        if self.poll is KVPoll.WaitingForInput and now - self.changed_at > limits.queued_s:
-            return self._fail(f"nothing computed within {limits.queued_s:g} s", now)
+        if self.poll.is_terminal:
+            return []
+        limits, waited = self._limits, now - self._progress_at
+        if self.poll is KVPoll.Bootstrapping:
+            if now - self.changed_at > limits.bootstrap_s:
+                return self._give_up("TransferInfo", limits.bootstrap_s, now)
+        elif self.in_flight:
+            if waited > limits.progress_s:
+                return self._give_up("end of a write", limits.progress_s, now)
+        elif self.finish is None:
+            if waited > limits.queued_s:
+                return self._fail(f"nothing computed within {limits.queued_s:g} s", now)
+        elif self.allocation is not Allocation.ALLOCATED:
+            limit_s = self._patience.exceeded(self._computed_at, now)
+            return self._give_up("pages", limit_s, now) if limit_s else []
         return []
 
-    def _fail(self, cause: str, now: float) -> list[Action]:
+    def _give_up(self, what: str, limit_s: float, now: float) -> list[Action]:
+        ranks = list(self.waits_for()) or "any"
+        return self._fail(f"no {what} from decode ranks {ranks} within {limit_s:g} s", now)
+
+    def _fail(self, cause: str, now: float, *, recompute: bool = False) -> list[Action]:
         if not self._move(Trigger.FAILED, now, cause):
             return []
-        self._queues.clear()
+        self.is_recompute = recompute
+        self._outbox.clear()
         actions: list[Action] = [Abandon()] if self.in_flight else []
         if self.identity is not None:
-            message: Message = Failed(self.identity, cause)
-            actions += [SendToPeer(peer, message) for peer in self.peers()]
+            actions += [SendToPeer(peer, self._end(self.identity)) for peer in self.peers()]
             self._owed_quiesced.update(self.infos)
         return actions

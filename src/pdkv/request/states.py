@@ -3,11 +3,13 @@
 Rule 1: everything that changes a state is in this file. Rule 2: this file does not know counters,
 messages or time; the machines fold those into the few events below ("the last tag is in").
 
-Each request has two lives on each side:
+Each request has two lives on each side, and a third where decode names its pages late:
 
 * its **outcome**, `KVPoll`, which ends in Success or Failed and never changes again;
 * its **memory**: Held while bytes may move, Draining when the outcome is known but some writer is
-  not proven quiet, Released when the memory may be reused. A timeout is no proof.
+  not proven quiet, Released when the memory may be reused. A timeout is no proof;
+* its **allocation**: Announced, Computed, Allocated. A request that was submitted with its pages
+  is Allocated from the start at decode.
 
 What the states mean:
 
@@ -19,6 +21,14 @@ What the states mean:
 | Success | finished, every tag complete at its reader | every tag in, aux row has the right stamp |
 | Failed | first cause kept, told to every reader | first cause kept, told to every writer |
 
+With late allocation an Announce stands for the TransferInfo in the first two rows:
+
+| Allocation | sender (prefill rank) | receiver (decode rank) |
+| --- | --- | --- |
+| ANNOUNCED | not all computed, or not all pages named; may be evicted | some writer is computing |
+| COMPUTED | all computed and said so; may still be evicted | pages are needed now |
+| ALLOCATED | the group has all TransferInfos: nothing is evicted, writes may go | pages are named |
+
 Layer 2.
 """
 
@@ -28,9 +38,12 @@ import enum
 from collections.abc import Mapping
 
 __all__ = [
+    "ALLOCATION_TABLE",
     "MEMORY_TABLE",
     "RECEIVER_TABLE",
     "SENDER_TABLE",
+    "Allocation",
+    "AllocationTrigger",
     "KVPoll",
     "Memory",
     "MemoryTrigger",
@@ -68,6 +81,21 @@ class Memory(enum.Enum):
     HELD = "held"
     DRAINING = "draining"
     RELEASED = "released"
+
+
+class Allocation(enum.IntEnum):
+    """How far the two sides are with the pages; the group's is the lowest of its ranks'."""
+
+    ANNOUNCED = 0
+    COMPUTED = 1
+    ALLOCATED = 2
+
+
+class AllocationTrigger(enum.Enum):
+    """What can happen to an allocation."""
+
+    COMPUTED = "computed"  # receiver: every writer said so; sender: said so to every reader
+    ALLOCATED = "allocated"  # receiver: own engine named pages; sender: the group has them all
 
 
 class MemoryTrigger(enum.Enum):
@@ -122,3 +150,16 @@ MEMORY_TABLE: Mapping[tuple[Memory, MemoryTrigger], Memory] = {
     (Memory.RELEASED, MemoryTrigger.QUIET): Memory.RELEASED,
 }
 """Memory of either side: (state, trigger) -> state. Total."""
+
+_EARLY, _LATE, _GIVEN = Allocation.ANNOUNCED, Allocation.COMPUTED, Allocation.ALLOCATED
+
+ALLOCATION_TABLE: Mapping[tuple[Allocation, AllocationTrigger], Allocation] = {
+    (_EARLY, AllocationTrigger.COMPUTED): _LATE,
+    # Decode may have room before all is computed.
+    (_EARLY, AllocationTrigger.ALLOCATED): _GIVEN,
+    (_LATE, AllocationTrigger.COMPUTED): _LATE,
+    (_LATE, AllocationTrigger.ALLOCATED): _GIVEN,
+    (_GIVEN, AllocationTrigger.COMPUTED): _GIVEN,
+    (_GIVEN, AllocationTrigger.ALLOCATED): _GIVEN,
+}
+"""Allocation of either side: (state, trigger) -> state. Total. An eviction is a failure."""

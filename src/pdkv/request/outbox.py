@@ -1,0 +1,185 @@
+"""A sender's tags: waiting for tokens, waiting for a grant, in flight, complete.
+
+The part of the sender that counts; it refuses to know outcomes, messages and votes. Layer 2; pure.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pdkv.interfaces import ReadyEvent
+from pdkv.limits import Limits
+from pdkv.plan import Pairing, Tag
+from pdkv.protocol import StageGrant, TransferInfo
+from pdkv.request.events import Finish, Outcome, PostTag
+from pdkv.request.handover import covered_tokens, is_covered
+
+__all__ = ["Outbox"]
+
+_Key = tuple[int, Tag]
+
+
+class Outbox:
+    """All tags of one sender, by reader.
+
+    A tag's path is fixed when it is posted: into its grant, if it prefers staging and the grant
+    is here; direct, if it doesn't, or if none came within `limits.staging_wait_s`.
+    """
+
+    def __init__(self, rank_id: int, num_tokens: int, limits: Limits) -> None:
+        self.in_flight: set[_Key] = set()
+        self.computed = 0
+        self.first_token: int | None = None
+        self._rank_id = rank_id
+        self._num_tokens = num_tokens
+        self._limits = limits
+        self._ready: list[tuple[int, ReadyEvent]] = []
+        self._queues: dict[int, deque[Tag]] = {}
+        self._prefix: dict[int, int] = {}
+        self._prefers: dict[int, frozenset[Tag]] = {}
+        self._waiting: dict[_Key, float] = {}
+        self._grants: dict[_Key, StageGrant] = {}
+        self._staged: set[_Key] = set()
+        self._done: dict[int, dict[Tag, bool]] = {}
+
+    def fill(
+        self, peer: int, info: TransferInfo, pairing: Pairing, prefers: frozenset[Tag]
+    ) -> None:
+        """Everything that this reader is to get. A dummy gets nothing."""
+        prefix = self._prefix[peer] = info.decode_prefix_len
+        tags = pairing.writer_tags(self._rank_id, peer, prefix, info.num_tokens)
+        self._queues[peer] = deque(() if info.is_dummy else tags)
+        self._prefers[peer] = prefers
+        self._done[peer] = {}
+        self.grant(peer, info.grants)
+
+    def grant(self, peer: int, grants: tuple[StageGrant, ...]) -> None:
+        """Regions that this reader promises. For what is posted they come too late."""
+        for grant in grants:
+            key = (peer, Tag(grant.writer, grant.component, grant.chunk))
+            if grant.writer == self._rank_id and not self._is_posted(key):
+                self._grants[key] = grant
+
+    def _is_posted(self, key: _Key) -> bool:
+        return key in self.in_flight or key[1] in self._done.get(key[0], ())
+
+    def add_tokens(self, start: int, stop: int, ready: ReadyEvent | None) -> None:
+        """Positions [start, stop) are computed, or will be once `ready` fired."""
+        if self.first_token is None:
+            self.first_token = start
+        self.computed = stop
+        if ready is not None:
+            self._ready.append((start, ready))
+
+    def clear(self) -> None:
+        """Nothing more is posted."""
+        self._queues.clear()
+        self._waiting.clear()
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing waits and nothing is in flight."""
+        return not (any(self._queues.values()) or self._waiting or self.in_flight)
+
+    def busy_peers(self) -> set[int]:
+        """Readers with a write in flight."""
+        return {peer for peer, _ in self.in_flight}
+
+    def ended(self, peer: int, tag: Tag, *, is_complete: bool) -> None:
+        """A posted tag came to its end."""
+        key = (peer, tag)
+        self.in_flight.discard(key)
+        is_staged = key in self._staged
+        self._staged.discard(key)
+        if is_complete:
+            self._done.setdefault(peer, {})[tag] = is_staged
+
+    def sent(self, peer: int) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """(component, chunk) of what is complete at a reader: in its pages, in its regions."""
+        done = self._done.get(peer, {})
+        direct = [tag for tag, is_staged in done.items() if not is_staged]
+        return _pairs(direct), _pairs([tag for tag, is_staged in done.items() if is_staged])
+
+    def staged(self) -> dict[int, tuple[tuple[int, int], ...]]:
+        """(component, chunk) of what went through staging, by reader; usually empty."""
+        found = {peer: self.sent(peer)[1] for peer in self._done}
+        return {peer: pairs for peer, pairs in found.items() if pairs}
+
+    def _cut(self, pairing: Pairing, finish: Finish) -> None:
+        """Prefill stops early: what lies behind whole transfer chunks is never sent."""
+        for peer, queue in self._queues.items():
+            prefix = self._prefix[peer]
+            covered = self.covered(pairing, finish, prefix)
+            kept = [t for t in queue if is_covered(pairing, t, covered, prefix, self._num_tokens)]
+            self._queues[peer] = deque(kept)
+
+    def take(
+        self, pairing: Pairing, finish: Finish | None, now: float
+    ) -> tuple[list[PostTag], str]:
+        """What can be posted now, and why something never can, or nothing."""
+        posts: list[PostTag] = []
+        if finish is not None and finish.outcome == Outcome.LOCAL_PREFILL:
+            self._cut(pairing, finish)
+        for peer, queue in self._queues.items():
+            prefix = self._prefix[peer]
+            if not queue:
+                continue
+            if self.first_token is not None and self.first_token > prefix:
+                return posts, f"tokens {prefix}..{self.first_token} were never sent"
+            while queue and self._is_ready(pairing, queue[0], prefix, finish):
+                tag = queue.popleft()
+                if tag in self._prefers[peer]:
+                    self._waiting[peer, tag] = now
+                else:
+                    posts.append(self._post(pairing, peer, tag, finish, None))
+            if queue and finish is not None:
+                unsent = f"tokens {self.computed}..{self._num_tokens} were never sent"
+                return posts, f"finished, but {unsent}"
+        for key, since in list(self._waiting.items()):
+            grant = self._grants.pop(key, None)
+            if grant is not None or now - since >= self._limits.staging_wait_s:
+                del self._waiting[key]
+                posts.append(self._post(pairing, *key, finish, grant))
+        return posts, ""
+
+    def _post(
+        self,
+        pairing: Pairing,
+        peer: int,
+        tag: Tag,
+        finish: Finish | None,
+        grant: StageGrant | None,
+    ) -> PostTag:
+        key = (peer, tag)
+        self.in_flight.add(key)
+        if grant is not None:
+            self._staged.add(key)
+        return PostTag(peer, tag, self._events_for(pairing, tag, finish, self._prefix[peer]), grant)
+
+    @staticmethod
+    def _needs_finish(pairing: Pairing, tag: Tag) -> bool:
+        components = pairing.src.kv.components
+        return tag.component == len(components) or components[tag.component].kind == "row"
+
+    def _is_ready(self, pairing: Pairing, tag: Tag, prefix: int, finish: Finish | None) -> bool:
+        if self._needs_finish(pairing, tag):
+            return finish is not None
+        return pairing.tag_tokens(tag, prefix, self._num_tokens).stop <= self.computed
+
+    def _events_for(
+        self, pairing: Pairing, tag: Tag, finish: Finish | None, prefix: int
+    ) -> tuple[ReadyEvent, ...]:
+        if self._needs_finish(pairing, tag):
+            return (finish.ready,) if finish is not None and finish.ready is not None else ()
+        stop = pairing.tag_tokens(tag, prefix, self._num_tokens).stop
+        return tuple(ready for start, ready in self._ready if start < stop)
+
+    def covered(self, pairing: Pairing, finish: Finish, prefix: int) -> int:
+        """The token count of the hand-over."""
+        if finish.outcome != Outcome.LOCAL_PREFILL:
+            return self._num_tokens
+        return covered_tokens(pairing, self.computed, prefix, self._num_tokens)
+
+
+def _pairs(tags: list[Tag]) -> tuple[tuple[int, int], ...]:
+    return tuple((tag.component, tag.chunk) for tag in tags)
