@@ -6,22 +6,21 @@ Device memory needs a GPU: the conformance suite runs on it where there is one.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
+from backend_process import DEADLINE_S, Target
 from pdkv.backends import nixl_agent
 from pdkv.backends.nixl import NixlBackend
 from pdkv.errors import ConfigError, TransferError
-from pdkv.interfaces import BackendLimits, Completion, TransferBackend
+from pdkv.interfaces import BackendLimits, TransferBackend
 from pdkv.layout import MemoryRegion
 from pdkv.testing.backend_pair import Buffer, runs_of
 from pdkv.testing.conformance import BackendConformance
@@ -33,7 +32,6 @@ try:
 except ImportError as e:
     pytest.skip(str(e), allow_module_level=True)
 
-DEADLINE_S = 30
 TRANSPORTS = pytest.mark.parametrize("transports", ["", "tcp"], ids=["cma", "tcp"])
 
 
@@ -72,75 +70,14 @@ class TestNixlOnDeviceMemoryConforms(BackendConformance):
         return DeviceBuffer(content)
 
 
-class Target:
-    """A reading process and this process's writer to it."""
-
-    def __init__(self, transports: str, nbytes: int, *options: str) -> None:
-        script = Path(__file__).with_name("nixl_target.py")
-        self.process = subprocess.Popen(
-            [sys.executable, str(script), transports, str(nbytes), *options],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.writer = NixlBackend(
-            name="writer", transports=transports or None, limits=BackendLimits()
-        )
-        self.source = np.random.default_rng(5).integers(1, 256, nbytes, dtype=np.uint8)
-        self.writer.register([MemoryRegion(self.source.ctypes.data, nbytes)])
-        hello = self.answer()
-        self.address = hello["address"]
-        self.metadata = bytes.fromhex(hello["metadata"])
-        self.peer = self.writer.connect(self.metadata)
-
-    def answer(self) -> dict:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        assert line, f"the target ended with {self.process.wait(DEADLINE_S)}"
-        return json.loads(line)
-
-    def ask(self, *command: object) -> dict:
-        assert self.process.stdin is not None
-        print(json.dumps(command), file=self.process.stdin, flush=True)
-        return self.answer()
-
-    def rows(self, *rows: tuple[int, int, int]):
-        return runs_of([(self.source.ctypes.data + s, self.address + d, n) for s, d, n in rows])
-
-    def post(self, runs, notification: bytes = b"") -> int:
-        transfer_id = self.writer.post(self.peer, runs, notification)
-        assert transfer_id is not None
-        return transfer_id
-
-    def ended(self, transfer_id: int) -> Completion:
-        end = time.monotonic() + DEADLINE_S
-        while time.monotonic() < end:
-            for completion in self.writer.poll(0.0):
-                if completion.transfer_id == transfer_id:
-                    return completion
-        raise AssertionError(f"no end within {DEADLINE_S} s")
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.wait(DEADLINE_S)
-
-    def close(self) -> int:
-        """End of the target's stdin, which is its order to close; its exit code."""
-        self.writer.close()
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.close()
-        code = self.process.wait(DEADLINE_S)
-        self.process.stdout.close()
-        return code
-
-
 @pytest.fixture
 def start() -> Iterator[Callable[..., Target]]:
     targets: list[Target] = []
 
-    def make(*arguments) -> Target:
-        targets.append(Target(*arguments))
+    def make(transports: str, nbytes: int, *options: str, **writer_settings) -> Target:
+        writer_settings.setdefault("limits", BackendLimits())
+        settings = {"transports": transports or None}
+        targets.append(Target("nixl", settings, nbytes, *options, writer_settings=writer_settings))
         return targets[-1]
 
     yield make

@@ -48,7 +48,7 @@ LAYERS = {
 WORDS, MEMORY, PLUGS, SHELL, TOOLS = 0, 3, 4, 5, 6
 
 # What plugs of one package share; a helper imports no plug.
-HELPERS = {"backends.registry", "backends.regions"}
+HELPERS = {"backends.registry", "backends.regions", "backends.worker"}
 
 PURE_THIRD_PARTY = {
     0: {"msgspec"},

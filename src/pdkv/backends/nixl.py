@@ -42,14 +42,13 @@ from pdkv.backends.nixl_handles import Operation, make_handles
 from pdkv.backends.nixl_lists import ListTable
 from pdkv.backends.nixl_memory import (
     Memory,
-    Registrations,
     decode_metadata,
     encode_metadata,
     rows_by_segment,
 )
 from pdkv.backends.nixl_transfers import Transfer, Transfers, translated
 from pdkv.backends.nixl_transport import Traffic, host_id
-from pdkv.backends.regions import check_runs
+from pdkv.backends.regions import Registrations, check_runs
 from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits, Capabilities, Completion
 from pdkv.layout import MemoryRegion

@@ -17,7 +17,7 @@ from pdkv.interfaces import BackendLimits
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 
-__all__ = ["RegionTable", "check_runs"]
+__all__ = ["RegionTable", "Registrations", "check_runs"]
 
 
 _UINT64 = np.dtype(np.uint64)
@@ -78,6 +78,63 @@ class RegionTable:
         self._regions = tuple(regions)
         self._starts = np.array([r.address for r in regions], np.uint64)
         self._ends = np.array([0, *(r.end for r in regions)], np.uint64)
+
+
+class Registrations:
+    """What is registered with an engine for which regions: neighbours of one call are one block.
+
+    Fewer blocks are less metadata and fewer keys. Device memory is never joined: two allocations
+    side by side are not one. A block stays until the last of its regions is taken back, since
+    handles and peers may use the others; a region that comes back to it is registered still.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[MemoryRegion, set[MemoryRegion]] = {}
+
+    @property
+    def blocks(self) -> list[MemoryRegion]:
+        """Everything that is registered."""
+        return list(self._blocks)
+
+    def plan(self, regions: Sequence[MemoryRegion]) -> list[MemoryRegion]:
+        """The new blocks that `regions` need; TransferError where they cut an old one's edge."""
+        blocks: list[MemoryRegion] = []
+        for region in sorted(regions, key=lambda r: r.address):
+            if self._home(region) is not None:
+                continue
+            last = blocks[-1] if blocks else None
+            if last and last.end == region.address and last.device == region.device == "cpu":
+                blocks[-1] = MemoryRegion(last.address, last.nbytes + region.nbytes, "cpu")
+            else:
+                blocks.append(region)
+        return blocks
+
+    def add(self, blocks: Sequence[MemoryRegion], regions: Sequence[MemoryRegion]) -> None:
+        """Remember new blocks and who is in which."""
+        self._blocks.update((block, set()) for block in blocks)
+        for region in regions:
+            home = self._home(region)
+            assert home is not None
+            self._blocks[home].add(region)
+
+    def remove(self, regions: Sequence[MemoryRegion]) -> list[MemoryRegion]:
+        """Forget regions; the blocks of which none is left."""
+        for parts in self._blocks.values():
+            parts.difference_update(regions)
+        empty = [block for block, parts in self._blocks.items() if not parts]
+        for block in empty:
+            del self._blocks[block]
+        return empty
+
+    def _home(self, region: MemoryRegion) -> MemoryRegion | None:
+        for block in self._blocks:
+            if block.address <= region.address and region.end <= block.end:
+                return block
+            if region.address < block.end and block.address < region.end:
+                raise TransferError(
+                    f"{region} cuts {block}, which is registered for its neighbours"
+                )
+        return None
 
 
 def check_runs(runs: Runs, limits: BackendLimits) -> None:

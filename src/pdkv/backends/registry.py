@@ -19,6 +19,7 @@ ENTRY_POINT_GROUP = "pdkv.backends"
 _BUILT_IN = {
     "fake": "pdkv.backends.fake:FakeBackend",
     "loopback": "pdkv.backends.loopback:LoopbackBackend",
+    "mooncake": "pdkv.backends.mooncake:MooncakeBackend",
     "nixl": "pdkv.backends.nixl:NixlBackend",
 }
 

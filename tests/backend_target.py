@@ -1,7 +1,8 @@
-"""The reading process of the NIXL tests: `python nixl_target.py TRANSPORTS NBYTES [die]`.
+"""The reading process of the backend tests: `python backend_target.py NAME SETTINGS NBYTES [die]`.
 
-Registers NBYTES of zeros, prints where they are and its metadata, then answers commands on stdin,
-one JSON value a line. With `die` it kills itself as soon as the first byte of its memory changes.
+NAME and SETTINGS (JSON) make the backend. Registers NBYTES of zeros, prints where they are and its
+metadata, then answers commands on stdin, one JSON value a line. With `die` it kills itself as soon
+as the first byte of its memory changes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,22 @@ import time
 
 import numpy as np
 
-from pdkv.backends.nixl import NixlBackend
+from pdkv.backends import get_backend
 from pdkv.layout import MemoryRegion
 
 DEADLINE_S = 60
 
 
-def main(transports: str, nbytes: int, die: bool) -> None:
+def main(name: str, settings: str, nbytes: int, die: bool) -> None:
     memory = np.zeros(nbytes, np.uint8)
     memory.fill(0)  # touch every page: a fault in the middle of a write would be its own test
-    backend = NixlBackend(name="target", transports=transports or None)
+    backend = get_backend(name)(**json.loads(settings))
     backend.register([MemoryRegion(memory.ctypes.data, nbytes)])
     answer(address=memory.ctypes.data, metadata=backend.metadata().hex())
     end = time.monotonic() + DEADLINE_S
     if die:
         while not memory[0]:
+            backend.poll(time.monotonic())
             assert time.monotonic() < end, "nothing was written"
         os.kill(os.getpid(), signal.SIGKILL)
     arrived: list[bytes] = []
@@ -39,6 +41,7 @@ def main(transports: str, nbytes: int, die: bool) -> None:
         if command == "expect":
             while len(arrived) < arguments[0]:
                 assert time.monotonic() < end, f"{len(arrived)} of {arguments[0]} notifications"
+                backend.poll(time.monotonic())
                 new = backend.notifications()
                 if new and not arrived:
                     digest_at_first = hashlib.sha256(memory).hexdigest()
@@ -57,4 +60,4 @@ def answer(**fields: object) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3:] == ["die"])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), sys.argv[4:] == ["die"])
