@@ -205,7 +205,7 @@ def test_built_in_backends_are_found_by_name() -> None:
 
 
 def test_unknown_backend_names_those_that_exist() -> None:
-    with pytest.raises(ConfigError, match="fake, loopback, nixl"):
+    with pytest.raises(ConfigError, match="fake, loopback, loopback-shm, mooncake, mori, nixl"):
         get_backend("carrier-pigeon")
 
 

@@ -2,8 +2,9 @@
 
 `LoopbackFabric` is the wire: backends on one fabric find each other by metadata and copy between
 each other's registered addresses with memmove. `LoopbackFaults` says what goes wrong next. There
-is no clock and no chance in it: everything happens in the call that asks for it. Refuses to know
-devices (host memory only), requests and the protocol. Layer 4, standard library only.
+is no clock and no chance in them: everything happens in the call that asks for it. A `LinkModel`
+makes the way out slow, lossy and disorderly instead, in the time of `poll`'s argument. Refuses to
+know devices (host memory only), requests and the protocol. Layer 4, standard library only.
 
 A fabric may be used from several threads, one per backend; a lock makes each call atomic.
 """
@@ -17,6 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdkv.backends.loopback_link import LinkModel, Wire
 from pdkv.backends.regions import RegionTable, check_runs
 from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits, Capabilities, Completion
@@ -89,10 +91,12 @@ class LoopbackBackend:
         *,
         fabric: LoopbackFabric,
         name: str = "node",
+        link: LinkModel | None = None,
         limits: BackendLimits | None = None,
     ) -> None:
         self.limits = limits or BackendLimits()
         self.faults = LoopbackFaults()
+        self._link: Wire[_Write] | None = None if link is None else Wire(link)
         self._fabric = fabric
         self._regions = RegionTable()
         self._peers: set[str] = set()
@@ -153,6 +157,8 @@ class LoopbackBackend:
             if self.faults.fail_next:
                 self.faults.fail_next -= 1
                 self._fail(write)
+            elif self._link is not None:
+                self._link.send(write, runs.total_nbytes)
             elif self.faults.hold_landing:
                 self._wire.append(write)
             else:
@@ -162,6 +168,8 @@ class LoopbackBackend:
     def poll(self, now: float) -> Sequence[Completion]:
         """What ended; lands what was held if it is held no longer."""
         with self._fabric._lock:
+            for write in self._link.arrived(now) if self._link is not None else ():
+                self._come_through(write)
             if not self.faults.hold_landing:
                 self.land()
             if self.faults.hold_completions:
@@ -185,7 +193,8 @@ class LoopbackBackend:
     def fence(self, peer: str) -> bool:
         """True when nothing is on the wire to this peer."""
         with self._fabric._lock:
-            return peer in self._peers and all(w.peer != peer for w in self._wire)
+            on_link = self._link is not None and peer in self._owed.values()
+            return peer in self._peers and not on_link and all(w.peer != peer for w in self._wire)
 
     def transport(self, peer: str) -> str:
         """Copies inside one process."""
@@ -197,6 +206,7 @@ class LoopbackBackend:
             self._fabric._nodes.pop(self._key, None)
             self._peers.clear()
             self._wire.clear()
+            self._link = None
             self._owed.clear()
             self._done.clear()
             self._inbox.clear()
@@ -217,6 +227,17 @@ class LoopbackBackend:
         if target is None:
             raise TransferError(f"peer {peer!r} has left the fabric")
         return target
+
+    def _come_through(self, write: _Write) -> None:
+        """A write has come to the end of a slow and unreliable link."""
+        assert self._link is not None
+        end = self._link.fails(write.runs.num_runs)
+        if end is not None:
+            if write.peer in self._fabric._nodes:
+                _copy(write, end)
+            self._done.append(Completion(write.transfer_id, "injected failure"))
+        else:
+            self._wire.append(write)
 
     def _fail(self, write: _Write) -> None:
         _copy(write, self.faults.fail_after_runs)

@@ -19,7 +19,9 @@ ENTRY_POINT_GROUP = "pdkv.backends"
 _BUILT_IN = {
     "fake": "pdkv.backends.fake:FakeBackend",
     "loopback": "pdkv.backends.loopback:LoopbackBackend",
+    "loopback-shm": "pdkv.backends.loopback_shared:SharedLoopbackBackend",
     "mooncake": "pdkv.backends.mooncake:MooncakeBackend",
+    "mori": "pdkv.backends.mori:MoriBackend",
     "nixl": "pdkv.backends.nixl:NixlBackend",
 }
 
