@@ -1,5 +1,6 @@
 """Node and the two endpoints: the only imperative shell of the library."""
 
+from pdkv.endpoint.aio import AsyncEndpoint, Tracked
 from pdkv.endpoint.decode import DecodeEndpoint
 from pdkv.endpoint.events import (
     Allocated,
@@ -19,6 +20,7 @@ from pdkv.request.events import Outcome
 
 __all__ = [
     "Allocated",
+    "AsyncEndpoint",
     "Bootstrapped",
     "Computed",
     "DecodeEndpoint",
@@ -32,5 +34,6 @@ __all__ = [
     "Released",
     "RequestFailed",
     "Succeeded",
+    "Tracked",
     "TransferStats",
 ]

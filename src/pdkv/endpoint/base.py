@@ -35,6 +35,7 @@ class Endpoint:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self._core = node.core  # of the life that this endpoint belongs to
         self._gate = Gate()
         self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
         self._backlog: list[EndpointEvent] = []
@@ -121,8 +122,8 @@ class Endpoint:
                 self._cancel(ref, "endpoint closed")
 
     def _admit(self) -> None:
-        if self._is_draining:
-            raise ConfigError("the endpoint drains or is closed: it admits nothing")
+        if self._is_draining or self.node.core is not self._core or self.node.is_asleep:
+            raise ConfigError("the endpoint drains, sleeps or is closed: it admits nothing")
 
     def _cancel(self, ref: Identity | int, cause: str, *, recompute: bool = False) -> None:
         """An abort; after the node's close there is nothing left to give up."""

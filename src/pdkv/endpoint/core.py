@@ -19,7 +19,7 @@ from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
-from pdkv.errors import RemoteProtocolError
+from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.plan import Tag
 from pdkv.pool.aux import AuxBuffers
@@ -45,6 +45,7 @@ from pdkv.protocol import (
     Waiting,
     decode,
     decode_frame,
+    decode_head,
     decode_notification,
 )
 from pdkv.request.events import (
@@ -96,6 +97,7 @@ class NodeCore:
         self._incarnation = local.incarnation
         limits = self._limits = local.limits
         self._commands: deque[Callable[[float], None]] = deque()
+        self.is_asleep = False
         self._ticked_at = 0.0
         self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
 
@@ -151,7 +153,13 @@ class NodeCore:
 
     def _on_frame(self, data: bytes, now: float) -> None:
         frame = decode_frame(data)
-        message = decode(frame.body)
+        try:
+            message = decode(frame.body)
+        except RemoteProtocolError:
+            head = decode_head(frame.body)
+            if head is not None and self.links.refuse_version(frame, head):
+                return
+            raise
         if isinstance(message, Refused):
             self._on_refused(frame.from_rank_id, message)
             return
@@ -171,6 +179,9 @@ class NodeCore:
         self._on_message(peer, message, now)
 
     def _on_hello(self, frame: Frame, hello: Hello, now: float) -> None:
+        if self.is_asleep:
+            self.links.refuse_asleep(frame, hello)
+            return
         for old in self.links.peers.others_at(hello.address, frame.from_incarnation):
             if old.state not in (PeerState.LOST, PeerState.GONE):
                 old.state = PeerState.LOST
@@ -230,7 +241,7 @@ class NodeCore:
     def _on_goodbye(self, peer: Peer, cause: str) -> None:
         """That life ends by its own word: it writes no more. What I wrote to it may still read
         my pages, so a sender waits for its own writes."""
-        peer.state, peer.reason = PeerState.GONE, cause or "it said goodbye"
+        peer.state, peer.reason = PeerState.GONE, f"it said goodbye: {cause}"
         self.requests.tell_all(peer, PeerFailed(peer.rank_id, peer.reason))
         for owner in self.requests.receivers.values():
             if owner.engine == peer.key[0]:
@@ -329,6 +340,15 @@ class NodeCore:
                 ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
                 waiting.append(Waiting(machine.identity, int(machine.poll), int(wait), ranks))
         return Keepalive(tuple(waiting))
+
+    def sleep(self, now: float) -> None:
+        """End this life: peers are told, and nothing of theirs is kept. ConfigError while a
+        request is live."""
+        live = len(self.requests.owners())
+        if live:
+            raise ConfigError(f"{live} requests are live: drain before sleep")
+        self.links.leave("asleep", now)
+        self.is_asleep = True
 
     def health(self) -> Health:
         """A snapshot for an operator."""

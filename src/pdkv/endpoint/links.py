@@ -16,10 +16,10 @@ from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout
 from pdkv.plan import Pairing, validate
 from pdkv.protocol import (
-    MIN_PROTOCOL_VERSION,
-    PROTOCOL_VERSION,
     Frame,
+    Goodbye,
     Hello,
+    HelloHead,
     Message,
     Refused,
     encode_frame,
@@ -111,8 +111,8 @@ class Links:
 
     def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
         return Hello(
-            version=PROTOCOL_VERSION,
-            min_version=MIN_PROTOCOL_VERSION,
+            version=self._local.versions[1],
+            min_version=self._local.versions[0],
             rank_id=self._local.rank_id,
             address=self._control.address,
             engine=self._local.layout,
@@ -157,6 +157,7 @@ class Links:
         if peer is None:
             return None
         peer.hello = peer.hello or hello
+        peer.version = min(hello.version, self._local.versions[1])
         peer.is_greeted = True
         if peer.state in (PeerState.CONNECTING, PeerState.LOST):
             peer.state = PeerState.READY
@@ -164,9 +165,9 @@ class Links:
 
     def _learn(self, peer: Peer, hello: Hello) -> None:
         """Everything that can be wrong between me as a writer and this reader, found now."""
-        if hello.min_version > PROTOCOL_VERSION or hello.version < MIN_PROTOCOL_VERSION:
-            mine = (MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)
-            raise LayoutMismatch("version", mine, (hello.min_version, hello.version))
+        mismatch = self._version_mismatch(hello)
+        if mismatch is not None:
+            raise mismatch
         if hello.backend != self._backend.name:
             raise LayoutMismatch("backend", self._backend.name, hello.backend)
         if hello.rank_id != peer.rank_id:
@@ -179,6 +180,21 @@ class Links:
             route = pairing.route(self._local.rank_id, peer.rank_id, self._local.pool, hello.pool)
             peer.backend_key = self._backend.connect(hello.metadata)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
+        peer.version = min(hello.version, self._local.versions[1])
+
+    def _version_mismatch(self, hello: Hello | HelloHead) -> LayoutMismatch | None:
+        lowest, highest = self._local.versions
+        if hello.min_version <= highest and hello.version >= lowest:
+            return None
+        theirs = (hello.min_version, hello.version)
+        return LayoutMismatch("version", (lowest, highest), theirs, "the ranges must meet")
+
+    def refuse_version(self, frame: Frame, head: HelloHead) -> bool:
+        """Answer a Hello that this version can't read, if that is what is wrong with it."""
+        mismatch = self._version_mismatch(head)
+        if mismatch is not None:
+            self._refuse(head.address, frame, mismatch.field, str(mismatch))
+        return mismatch is not None
 
     def pairing_to(self, dst: EngineLayout) -> Pairing:
         """This engine as the source of `dst`, computed once per layout."""
@@ -186,6 +202,10 @@ class Links:
         if key not in self._pairings:
             self._pairings[key] = validate(self._local.layout, dst)
         return self._pairings[key]
+
+    def refuse_asleep(self, frame: Frame, hello: Hello) -> None:
+        """There is no memory to pair with."""
+        self._refuse(hello.address, frame, "incarnation", "this engine sleeps")
 
     def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
         self._note_refusal(address, field, text)
@@ -232,13 +252,22 @@ class Links:
             if overdue and (not peer.is_greeted or unheard):
                 self._greet(peer, now)
 
+    def leave(self, cause: str, now: float) -> None:
+        """Say goodbye to everybody and forget them, with whatever way there was."""
+        for peer in self.peers:
+            if peer.state in (PeerState.READY, PeerState.LOST):
+                self.send(peer, Goodbye(cause), now)
+            peer.state = PeerState.GONE
+            peer.requests.clear()
+        self.reap()
+
     def reap(self) -> None:
         """Peers that are no more, and that no request needs: sockets and names go back."""
         dead = (PeerState.LOST, PeerState.GONE, PeerState.REFUSED)
         for peer in self.peers:
             if peer.state not in dead or peer.requests:
                 continue
-            if peer.backend_key and not self._disconnect(peer):
+            if not self._disconnect(peer):
                 continue
             if not any(p.address == peer.address and p is not peer for p in self.peers):
                 self._control.forget(peer.address)
@@ -246,6 +275,10 @@ class Links:
 
     def _disconnect(self, peer: Peer) -> bool:
         """Let the backend forget a peer; False while it has a write in flight there, or can't."""
+        # After sleep and wake two lives of a peer share one agent of the transfer engine.
+        others = [p for p in self.peers if p is not peer and p.backend_key == peer.backend_key]
+        if not peer.backend_key or others:
+            return True
         try:
             self._backend.disconnect(peer.backend_key)
         except TransferError as error:

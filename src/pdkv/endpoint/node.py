@@ -56,31 +56,24 @@ class Node:
         threaded: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if len(incarnation) != 16:
-            raise ConfigError(f"an incarnation is 16 bytes, got {len(incarnation)}")
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
-        if pool.aux_base != aux.base or pool.aux_row_nbytes != aux.row_nbytes:
-            raise ConfigError("pool names other aux rows than `aux`: use KVPool.layout(aux)")
+        _check_memory(pool, aux, incarnation)
         self.layout = layout
         self.rank_id = rank_id
-        self.pool = pool
-        self.aux = aux
-        self.incarnation = incarnation
         self.limits = limits or Limits()
         self.own_pairing: Pairing = validate(layout, layout)
+        self.pool: PoolLayout
+        self.aux: AuxBuffers
+        self.incarnation: bytes
+        self.core: NodeCore
         self._backend = backend
         self._control = control
         self._clock = clock
-        backend.register(pool.regions)
-        self.core = NodeCore(
-            backend=backend,
-            control=control,
-            local=LocalRank(layout, rank_id, pool, incarnation, self.limits),
-            aux=aux,
-            clock=clock,
-        )
+        self._lives: set[bytes] = set()
+        self._begin(pool, aux, incarnation)
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
+        self._watchers: list[Callable[[], None]] = []
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
         if threaded:
@@ -130,6 +123,14 @@ class Node:
         self._changes[kind] = deque()
         return list(taken)
 
+    def watch(self, wake: Callable[[], None]) -> None:
+        """Call `wake` from the node's thread whenever it has news for an endpoint."""
+        self._watchers.append(wake)
+
+    def unwatch(self, wake: Callable[[], None]) -> None:
+        """The inverse; unknown ones are ignored."""
+        self._watchers = [other for other in self._watchers if other != wake]
+
     def call(self, command: Callable[[float], None]) -> None:
         """Hand a command to whoever runs the core."""
         if self._closing.is_set():
@@ -140,16 +141,23 @@ class Node:
         """Run a question where the core runs and wait for its answer."""
         if self._thread is None:
             return question()
-        done, answer = threading.Event(), []
+        done: threading.Event = threading.Event()
+        answers: list[object] = []
+        errors: list[Exception] = []
 
         def run(now: float) -> None:
-            answer.append(question())
+            try:
+                answers.append(question())
+            except Exception as error:
+                errors.append(error)
             done.set()
 
         self.call(run)
         if not done.wait(timeout_s):
             raise ConfigError(f"the node did not answer within {timeout_s:g} s")
-        return answer[0]
+        if errors:
+            raise errors[0]
+        return answers[0]
 
     def health(self) -> Health:
         """What is wrong, what waits for whom, what is in quarantine."""
@@ -160,6 +168,49 @@ class Node:
     def declare_gone(self, incarnation: bytes) -> None:
         """Operator's proof that a life of an engine can't write any more: its quarantine ends."""
         self.call(lambda now: self.core.requests.declare_gone(incarnation, now))
+
+    def sleep(self) -> None:
+        """Give the pool's memory back, so that the engine may free it. ConfigError unless drained.
+
+        Peers are told that this life is over; whoever asks for it meanwhile is refused. All ranks
+        of an engine go to sleep and wake alike. The endpoints of this life stay drained.
+        """
+        if self.is_asleep:
+            return
+        self.ask(lambda: self._fall_asleep(self._clock()))
+
+    def _fall_asleep(self, now: float) -> None:
+        self.core.sleep(now)
+        self._backend.deregister(self.pool.regions)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether the pool's memory was given back."""
+        return self.core.is_asleep
+
+    def wake(self, *, pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
+        """Begin another life, with memory of the same layout. Publish it, and make new endpoints.
+
+        ConfigError for the incarnation of a former life, or when the node is not asleep.
+        """
+        if not self.is_asleep:
+            raise ConfigError("the node is awake")
+        _check_memory(pool, aux, incarnation)
+        if incarnation in self._lives:
+            raise ConfigError("a new life needs a new incarnation")
+        self.ask(lambda: self._begin(pool, aux, incarnation))
+
+    def _begin(self, pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
+        self._backend.register(pool.regions)
+        self.pool, self.aux, self.incarnation = pool, aux, incarnation
+        self._lives.add(incarnation)
+        self.core = NodeCore(
+            backend=self._backend,
+            control=self._control,
+            local=LocalRank(self.layout, self.rank_id, pool, incarnation, self.limits),
+            aux=aux,
+            clock=self._clock,
+        )
 
     def close(self) -> None:
         """Stop the thread, then give sockets, registrations and handles back. Idempotent."""
@@ -178,12 +229,15 @@ class Node:
         So a nap delays what comes after it by a tenth at most, and a request that only waits
         for its peer's engine costs no core.
         """
-        core = self.core
         moved_at = self._clock()
         try:
             while not self._closing.is_set():
-                now = self._clock()
-                if core.step(now):
+                core, now = self.core, self._clock()
+                has_moved = core.step(now)
+                if core.requests.changes:
+                    for wake in self._watchers:
+                        wake()
+                if has_moved:
                     moved_at = now
                     continue
                 if core.is_active:
@@ -193,3 +247,10 @@ class Node:
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             _log.exception("the node's thread has died")
+
+
+def _check_memory(pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
+    if len(incarnation) != 16:
+        raise ConfigError(f"an incarnation is 16 bytes, got {len(incarnation)}")
+    if pool.aux_base != aux.base or pool.aux_row_nbytes != aux.row_nbytes:
+        raise ConfigError("pool names other aux rows than `aux`: use KVPool.layout(aux)")

@@ -38,6 +38,7 @@ class Peer:
     state: PeerState = PeerState.CONNECTING
     reason: str = ""
     hello: Hello | None = None
+    version: int = 0  # the protocol version that both speak
     pairing: Pairing | None = None
     route: Route | None = None
     backend_key: str = ""

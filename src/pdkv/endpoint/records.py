@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.protocol import Identity
+from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
 from pdkv.request.events import Outcome
 from pdkv.request.machine import Machine
 from pdkv.request.readers import Asking
@@ -22,13 +22,17 @@ __all__ = ["Early", "Graveyard", "LocalRank", "Receiving", "Sending", "Tombstone
 
 @dataclass(frozen=True)
 class LocalRank:
-    """Who this node is: its place in its engine, where its memory lies, and its bounds."""
+    """Who this node is: its place in its engine, where its memory lies, and its bounds.
+
+    `versions`: the lowest and the highest protocol version that it speaks.
+    """
 
     layout: EngineLayout
     rank_id: int
     pool: PoolLayout
     incarnation: bytes
     limits: Limits
+    versions: tuple[int, int] = (MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)
 
 
 @dataclass
