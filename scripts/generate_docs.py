@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 
 from pdkv.endpoint import events as endpoint_events
-from pdkv.protocol import AnyMessage, Frame, StageGrant, Wait, Waiting, words
+from pdkv.protocol import AnyMessage, Frame, Identity, StageGrant, Wait, Waiting, words
 from pdkv.request import events as machine_events
 from pdkv.request.states import (
     ALLOCATION_TABLE,
@@ -126,12 +126,12 @@ def type_name(hint: Any) -> str:
 
 
 def number(value: int) -> str:
-    """Powers of two as such."""
-    for offset in (0, 1):
-        power = (abs(value) + offset).bit_length() - 1
-        if abs(value) + offset == 1 << power and power > 11:
-            sign = "-" if value < 0 else ""
-            return f"{sign}2^{power}" + (" - 1" if offset else "")
+    """Large powers of two as such."""
+    size = abs(value)
+    for less in (0, 1):
+        power = (size + less).bit_length() - 1
+        if power > 11 and size + less == 1 << power:
+            return f"{'-' if value < 0 else ''}2^{power}" + (" - 1" if less else "")
     return str(value)
 
 
@@ -159,7 +159,8 @@ def messages() -> str:
 
 
 def message_fields() -> str:
-    parts = [f"### {kind.__name__}\n\n{fields(kind)}" for kind in [*kinds(), StageGrant, Waiting]]
+    everything = [Identity, *kinds(), StageGrant, Waiting]
+    parts = [f"### {kind.__name__}\n\n{fields(kind)}" for kind in everything]
     return "\n\n".join(parts)
 
 
