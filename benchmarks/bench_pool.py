@@ -1,4 +1,4 @@
-"""What pools cost: page ids, request slots, and how contiguous pages stay.
+"""What pools cost: page ids, request slots, host copies, and how contiguous pages stay.
 
 `python benchmarks/bench_pool.py [--churn 1000000]`. Times are the best of many short rounds, as
 other work on the machine only ever adds; "unit" is the time of `sum(range(100))` in the same run,
@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import random
+import statistics
 import time
 import timeit
 from collections.abc import Callable
 
 import numpy as np
+import torch
 
+from pdkv.pool.host import HostPool
 from pdkv.pool.pages import PageAllocator
 from pdkv.pool.req_to_token import DecodeReqToTokenPool, ReqToTokenPool
 
@@ -66,6 +69,45 @@ def time_slots() -> None:
                 pool.free(pool.alloc(num))  # type: ignore[arg-type]
 
             print(f"  {type(pool).__name__:>20} alloc+free of {num:>3}: {best_us(both):.2f} us")
+
+
+def time_host_copies(nbytes: int = 1 << 28) -> None:
+    """Host copies of scattered and of contiguous pages, against memcpy of as many bytes."""
+    print("  host copies, GB/s (and of memcpy in the same round)")
+    for page_nbytes in (8 << 10, 32 << 10, 128 << 10):
+        num = nbytes // page_nbytes
+        tensor = torch.ones((num, page_nbytes), dtype=torch.uint8)
+        host = HostPool([tensor], num // 2)
+        target = np.ones(nbytes // 2, np.uint8)
+        source = tensor[: num // 2].flatten().numpy()
+        scattered = np.random.default_rng(0).permutation(num)[: num // 2].astype(np.int32)
+        for name, ids in (
+            ("scattered", scattered),
+            ("one run", np.arange(num // 2, dtype=np.int32)),
+        ):
+            copy = host.save(ids)
+            assert copy is not None
+            host.drop(copy)
+            saves, loads, copies = [], [], []
+            for _ in range(15):
+                began = time.perf_counter()
+                np.copyto(target, source)
+                copied = time.perf_counter()
+                copy = host.save(ids)
+                saved = time.perf_counter()
+                assert copy is not None
+                host.load(copy, ids)
+                loads.append(time.perf_counter() - saved)
+                host.drop(copy)
+                copies.append(copied - began)
+                saves.append(saved - copied)
+            gb = nbytes / 2 / 1e9
+            base, save, load = (statistics.median(times) for times in (copies, saves, loads))
+            print(
+                f"    {page_nbytes >> 10:>4} KiB {name:>9}: save {gb / save:5.1f} "
+                f"({base / save:.2f}), load {gb / load:5.1f} ({base / load:.2f}), "
+                f"memcpy {gb / base:5.1f}"
+            )
 
 
 def churn(kind: str, num_ops: int, num_pages: int = 1 << 16, occupancy: float = 0.7) -> str:
@@ -129,6 +171,7 @@ def main() -> None:
     args = parser.parse_args()
     time_pages()
     time_slots()
+    time_host_copies()
     if args.churn:
         print(f"{args.churn} random operations at 70 % occupancy of 65,536 pages; 64-page requests")
         for kind in ("sizes", "growth", "pieces", "pages"):

@@ -112,6 +112,15 @@ def test_the_generation_of_a_slot_tells_tenants_apart() -> None:
         pool.generation(1)
 
 
+def test_pages_become_token_slots_in_a_row() -> None:
+    pool = ReqToTokenPool(2, 10)
+    pool.assign(1, [5, 2], page_size=4)
+    assert pool.table[1].tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 0, 0]
+    pool.assign(1, [7], page_size=4, start=8)
+    assert pool.table[1].tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 28, 29]
+    assert not pool.table[0].any()
+
+
 class SlotsAgainstModel(RuleBasedStateMachine):
     """The model: two sets."""
 
@@ -121,6 +130,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         self.arriving: set[int] = set()
         self.running: set[int] = set()
         self.generations = [0] * 5
+        self.num_allocs = 0
 
     @rule(num=st.integers(0, 5))
     def alloc(self, num: int) -> None:
@@ -132,8 +142,9 @@ class SlotsAgainstModel(RuleBasedStateMachine):
         assert len(set(slots.tolist())) == num
         assert not set(slots.tolist()) & (self.arriving | self.running)
         self.arriving |= set(slots.tolist())
+        self.num_allocs += 1
         for slot in slots:
-            self.generations[slot] += 1
+            self.generations[slot] = self.num_allocs
 
     @rule(slot=st.integers(-1, 6))
     def promote(self, slot: int) -> None:
@@ -149,7 +160,7 @@ class SlotsAgainstModel(RuleBasedStateMachine):
 
     @rule(slots=st.lists(st.integers(-1, 5), max_size=4), as_array=st.booleans())
     def free(self, slots: list[int], as_array: bool) -> None:
-        given = np.array(slots, np.int32) if as_array else slots
+        given = np.array(slots, np.int64) if as_array else slots
         if set(slots) <= self.arriving | self.running and len(set(slots)) == len(slots):
             self.pool.free(given)
             self.arriving -= set(slots)

@@ -1,4 +1,4 @@
-"""What pdkv asks of the outside: a data plane, a control plane, and events to wait for.
+"""What pdkv asks of the outside: a data plane, a control plane, events to wait for, a prefix cache.
 
 Everything here is a `typing.Protocol`: an implementation imports nothing of pdkv but the records
 it passes. Refuses to know any transfer engine or socket library. Layer 2.
@@ -21,6 +21,8 @@ __all__ = [
     "Capabilities",
     "Completion",
     "ControlChannel",
+    "PrefixCache",
+    "PrefixMatch",
     "PreparedTransfers",
     "ReadTransfers",
     "ReadyEvent",
@@ -238,3 +240,55 @@ class ReadyEvent(Protocol):
 
     def query(self) -> bool:
         """True once everything before the event is done."""
+
+
+class PrefixMatch(msgspec.Struct, frozen=True, eq=False):
+    """The beginning of a sequence that a prefix cache has: its tokens, and their pages in order.
+
+    `node` is the cache's own, and goes back to it in `lock` and `unlock`.
+    """
+
+    num_tokens: int
+    page_ids: npt.NDArray[np.int32]
+    node: object
+
+
+@runtime_checkable
+class PrefixCache(Protocol):
+    """K and V of sequences that are over, by their tokens. Pages in it are the cache's own.
+
+    `num_pages` are in it, and `num_evictable` of them can be had back by `evict` now. Only
+    complete K and V may come in, of pages that no writer can reach any more.
+    """
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def num_evictable(self) -> int: ...
+
+    def match(
+        self, tokens: Sequence[int] | npt.NDArray[Any], *, extra_key: str = "", multiple: int = 1
+    ) -> PrefixMatch:
+        """The longest beginning that is here, cut to a multiple of `multiple` tokens; not locked.
+
+        `extra_key` tells apart what equal tokens don't: a LoRA id, a cache salt.
+        """
+
+    def lock(self, match: PrefixMatch) -> None:
+        """Keep the matched pages from `evict` until `unlock`. Locks add up."""
+
+    def unlock(self, match: PrefixMatch) -> None:
+        """Take one lock back."""
+
+    def insert(
+        self,
+        tokens: Sequence[int] | npt.NDArray[Any],
+        page_ids: npt.NDArray[np.int32],
+        *,
+        extra_key: str = "",
+    ) -> npt.NDArray[np.int32]:
+        """Take the pages of all whole units of `tokens`; returns those that were not taken."""
+
+    def evict(self, num_pages: int) -> npt.NDArray[np.int32]:
+        """Give back at least `num_pages` pages that nobody has locked, or all of those."""

@@ -1,7 +1,7 @@
-"""Memory that pdkv offers to engines: pages, request slots, KV tensors, aux rows. Never imposed.
+"""Memory that pdkv offers to engines: pages, request slots, tensors, aux rows. Never imposed.
 
 Names load on first use, so that `from pdkv.pool import PageAllocator` needs no torch. Layer 3;
-`pages` alone is layer 2.
+`pages`, `runs` and `prefix` are layer 2.
 """
 
 from __future__ import annotations
@@ -11,15 +11,20 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pdkv.pool.aux import AuxBuffers, Stamp
+    from pdkv.pool.host import HostCopy, HostPool
     from pdkv.pool.kv import KVPool
     from pdkv.pool.pages import PageAllocator
+    from pdkv.pool.prefix import RadixPrefixCache
     from pdkv.pool.req_to_token import DecodeReqToTokenPool, ReqToTokenPool
 
 _HOMES = {
     "AuxBuffers": "pdkv.pool.aux",
     "DecodeReqToTokenPool": "pdkv.pool.req_to_token",
+    "HostCopy": "pdkv.pool.host",
+    "HostPool": "pdkv.pool.host",
     "KVPool": "pdkv.pool.kv",
     "PageAllocator": "pdkv.pool.pages",
+    "RadixPrefixCache": "pdkv.pool.prefix",
     "ReqToTokenPool": "pdkv.pool.req_to_token",
     "Stamp": "pdkv.pool.aux",
 }
@@ -27,8 +32,11 @@ _HOMES = {
 __all__ = [
     "AuxBuffers",
     "DecodeReqToTokenPool",
+    "HostCopy",
+    "HostPool",
     "KVPool",
     "PageAllocator",
+    "RadixPrefixCache",
     "ReqToTokenPool",
     "Stamp",
 ]

@@ -70,6 +70,15 @@ class KVPool:
         """One layer of one field, a view into the pool; KeyError where this rank has none."""
         return self._tensors[component, field, layer_id]
 
+    def page_tensors(self, own_ids: str = "") -> list[torch.Tensor]:
+        """All tensors that share page ids, [pages, ...] each: what a HostPool copies together.
+
+        Those of the KV page ids, or of the component `own_ids`, which has ids of its own.
+        """
+        shared = {c.name for c in self.engine.kv.components if not c.own_page_ids}
+        names = {own_ids} if own_ids else shared
+        return [tensor for (name, _, _), tensor in self._tensors.items() if name in names]
+
     def layout(self, aux: AuxBuffers | None = None) -> PoolLayout:
         """Addresses and strides of this rank, for `Node` and for Hello; aux rows if given."""
         if aux is None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pdkv.errors import ConfigError
 from pdkv.pool.runs import FreeRuns
 
-__all__ = ["PageAllocator"]
+__all__ = ["PageAllocator", "runs_of"]
 
 _Ids = Sequence[int] | npt.NDArray[Any]
 # A page's state is one byte: 1 for the request, 2 for each hold.
@@ -207,7 +207,7 @@ class PageAllocator:
         """Those of the pages (distinct) that have neither life left are free."""
         done = pages[self._flags[pages] == _FREE]
         self.available += len(done)
-        for start, stop in _runs_of(np.sort(done)):
+        for start, stop in runs_of(np.sort(done)):
             self._runs.give(start, stop)
 
     def _as_run(self, ids: _Ids) -> tuple[int, int, int]:
@@ -251,8 +251,8 @@ def _check_count(num: int) -> None:
         raise ConfigError(f"can't allocate {num} pages")
 
 
-def _runs_of(pages: npt.NDArray[np.int64]) -> Iterable[tuple[int, int]]:
-    """Ascending ids as [start, stop) runs."""
+def runs_of(pages: npt.NDArray[Any]) -> Iterable[tuple[int, int]]:
+    """Ids, cut into maximal runs [start, stop) in which each is the one before plus 1."""
     if not len(pages):
         return ()
     cuts = np.flatnonzero(pages[1:] - pages[:-1] != 1)

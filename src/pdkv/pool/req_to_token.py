@@ -1,7 +1,7 @@
 """Request slots: a row of token slots per request, and who may have how many of them.
 
 A slot is named by its number, and a tenancy of it by (number, generation): the generation grows
-with each `alloc`, so that a late word about a former tenant is told apart.
+with every `alloc` of the pool, so that a late word about a former tenant is told apart.
 
 Refuses to know what a token slot holds and which request has a row. Layer 3.
 """
@@ -20,7 +20,6 @@ from pdkv.errors import ConfigError
 __all__ = ["DecodeReqToTokenPool", "ReqToTokenPool"]
 
 _Slots = Sequence[int] | npt.NDArray[Any]
-_FREE, _TAKEN, _ARRIVING = 0, 1, 2
 
 
 class ReqToTokenPool:
@@ -32,12 +31,12 @@ class ReqToTokenPool:
         self.size = size
         self.table = torch.zeros((size, max_context_len), dtype=torch.int32, device=device)
         self._num_slots = size
-        self._stack = np.arange(size - 1, -1, -1, dtype=np.int32)
+        self._stack = np.arange(size - 1, -1, -1)
         self._num_free = size
-        # One byte a slot, seen both as bytes (counted fast) and as an array.
-        self._bytes = bytearray(size)
-        self._states = np.frombuffer(self._bytes, np.uint8)
-        self._generations = np.zeros(size, np.int64)
+        # As long again for nobody: a negative slot ends up there, where nothing is ever taken.
+        self._is_taken = np.zeros(2 * size, bool)
+        self._generations = np.zeros(2 * size, np.int64)
+        self._num_allocs = 0
 
     @property
     def available(self) -> int:
@@ -45,67 +44,64 @@ class ReqToTokenPool:
         return self._num_free
 
     def generation(self, slot: int) -> int:
-        """How often the slot was given out; 0 for never."""
+        """The number of the `alloc` that gave the slot out last, 0 for never: it only grows."""
         if not 0 <= slot < self._num_slots:
             raise ConfigError(f"slot {slot} is outside [0, {self._num_slots})")
         return int(self._generations[slot])
 
     def is_current(self, slot: int, generation: int) -> bool:
         """Whether that tenancy of the slot still lasts."""
-        return self.generation(slot) == generation and self._states[slot] != _FREE
+        return self.generation(slot) == generation and bool(self._is_taken[slot])
 
-    def alloc(self, num: int) -> npt.NDArray[np.int32] | None:
-        """`num` slots, int32, or None when fewer are available."""
-        return self._alloc(num, _TAKEN)
+    def assign(self, slot: int, page_ids: _Slots, *, page_size: int, start: int = 0) -> None:
+        """Write the token slots of pages into a row, from position `start` on.
 
-    def free(self, slots: _Slots) -> None:
-        """Give slots back. ConfigError, and nothing changed, for slots that are not taken."""
-        self._free(slots)
+        Token t of a page is slot page_id * page_size + t. What is beyond the row is left out.
+        """
+        pages = torch.as_tensor(np.asarray(page_ids, np.int64), device=self.table.device)
+        offsets = torch.arange(page_size, device=self.table.device)
+        tokens = (pages[:, None] * page_size + offsets).flatten()
+        row = self.table[slot, start : start + len(tokens)]
+        row.copy_(tokens[: len(row)])
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError where the books don't add up."""
-        listed = self._stack[: self._num_free]
-        assert len(np.unique(listed)) == self._num_free, "a slot is listed twice"
-        free = np.sort(listed)
-        assert (np.flatnonzero(self._states == _FREE) == free).all(), "listed and free differ"
-
-    def _alloc(self, num: int, state: int) -> npt.NDArray[np.int32] | None:
+    def alloc(self, num: int) -> npt.NDArray[np.int64] | None:
+        """`num` slots, int64, or None when fewer are available."""
         if num < 0:
             raise ConfigError(f"can't allocate {num} slots")
         if num > self._num_free:
             return None
         self._num_free -= num
+        self._num_allocs += 1
         slots = self._stack[self._num_free : self._num_free + num][::-1].copy()
-        self._states[slots] = state
-        self._generations[slots] += 1
+        self._is_taken[slots] = True
+        self._generations[slots] = self._num_allocs
         return slots
 
-    def _free(self, slots: _Slots) -> npt.NDArray[np.uint8]:
-        """Give slots back; returns the states that they had."""
+    def free(self, slots: _Slots) -> None:
+        """Give slots back. ConfigError, and nothing changed, for slots that are not taken."""
         given = np.asarray(slots)
-        if not given.size and given.ndim == 1:
-            return self._states[:0]
-        if given.ndim != 1 or given.dtype.kind not in "iu":
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
             raise ConfigError(f"slots must be one row of integers, got {slots!r}")
+        index = given.astype(np.int64, copy=False)
         try:
-            if given.dtype == np.int32:
-                # As unsigned numbers negative ones are out of range, too: one pass less.
-                index: npt.NDArray[Any] = given.view(np.uint32)
-            elif given.min() >= 0:
-                index = given.astype(np.int64)
-            else:
-                raise IndexError
-            states: npt.NDArray[np.uint8] = self._states[index]
+            before = self._is_taken[index]
         except IndexError:
             raise ConfigError(f"slots {given.tolist()} are not all slots") from None
-        self._states[index] = _FREE
+        self._is_taken[index] = False
         # Each slot that was taken, and is named once, counts.
-        if self._bytes.count(_FREE) != self._num_free + len(given):
-            self._states[index] = states
+        num_taken = self._num_slots - self._num_free
+        if np.count_nonzero(self._is_taken) != num_taken - len(index):
+            self._is_taken[index] = before
             raise ConfigError(f"slots {given.tolist()} are not all taken, or named twice")
-        self._stack[self._num_free : self._num_free + len(given)] = given[::-1]
-        self._num_free += len(given)
-        return states
+        self._stack[self._num_free : self._num_free + len(index)] = index[::-1]
+        self._num_free += len(index)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError where the books don't add up."""
+        listed = np.sort(self._stack[: self._num_free])
+        free = np.flatnonzero(~self._is_taken[: self._num_slots])
+        assert listed.tolist() == free.tolist(), "listed and free differ"
+        assert not self._is_taken[self._num_slots :].any(), "nobody has a slot"
 
 
 class DecodeReqToTokenPool(ReqToTokenPool):
@@ -122,6 +118,7 @@ class DecodeReqToTokenPool(ReqToTokenPool):
         super().__init__(size + pre_alloc_size, max_context_len, device)
         self.size = size
         self.pre_alloc_size = pre_alloc_size
+        self._is_arriving = np.zeros(2 * self._num_slots, bool)
         self.num_arriving = 0
 
     @property
@@ -134,32 +131,36 @@ class DecodeReqToTokenPool(ReqToTokenPool):
         """Slots that arriving requests can still get."""
         return self.pre_alloc_size - self.num_arriving
 
-    def alloc(self, num: int) -> npt.NDArray[np.int32] | None:
-        """`num` slots for arriving requests, int32, or None."""
+    def alloc(self, num: int) -> npt.NDArray[np.int64] | None:
+        """`num` slots for arriving requests, int64, or None."""
         if num > self.pre_alloc_size - self.num_arriving:
             return None
-        slots = self._alloc(num, _ARRIVING)
+        slots = super().alloc(num)
         assert slots is not None, "running and arriving exceed the table"
+        self._is_arriving[slots] = True
         self.num_arriving += num
         return slots
 
     def promote(self, slot: int) -> bool:
         """The request runs from now on. False when `size` requests run already: try later."""
-        if not 0 <= slot < self._num_slots or self._states[slot] != _ARRIVING:
+        if not 0 <= slot < self._num_slots or not self._is_arriving[slot]:
             raise ConfigError(f"slot {slot} is not arriving")
         if self.num_running >= self.size:
             return False
-        self._states[slot] = _TAKEN
+        self._is_arriving[slot] = False
         self.num_arriving -= 1
         return True
 
     def free(self, slots: _Slots) -> None:
         """Give slots back, running or arriving."""
-        self.num_arriving -= int(np.count_nonzero(self._free(slots) == _ARRIVING))
+        super().free(slots)
+        self._is_arriving[np.asarray(slots, np.int64)] = False
+        self.num_arriving = int(np.count_nonzero(self._is_arriving))
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books don't add up."""
         super().check_invariants()
-        assert self.num_arriving == np.count_nonzero(self._states == _ARRIVING), "arriving"
+        assert not (self._is_arriving & ~self._is_taken).any(), "a free slot arrives"
+        assert self.num_arriving == np.count_nonzero(self._is_arriving), "arriving is miscounted"
         assert 0 <= self.num_running <= self.size, "too many run"
         assert self.num_arriving <= self.pre_alloc_size, "too many arrive"
