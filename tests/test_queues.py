@@ -1,0 +1,307 @@
+"""Both engines' queues, through the endpoints, over loopback: every K and V is looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from pdkv.errors import ConfigError, RemoteProtocolError
+from pdkv.queues import DecodeRequest, PrefillRequest, QueueSettings, fold
+from queue_world import DecodeSide, PrefillSide, Router, World, small_layout
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.close()
+
+
+def pair(
+    world: World, src_tp: int = 1, dst_tp: int = 1, *, num_pages: int = 32, **settings: object
+) -> Router:
+    """A prefill and a decode engine, and a router before them."""
+    prefill = world.engine("p", small_layout(tp_size=src_tp, num_layers=1))
+    decode = world.engine("d", small_layout(tp_size=dst_tp, num_layers=1))
+    return Router(
+        world,
+        PrefillSide(prefill),
+        DecodeSide(decode, prefill, num_pages, **settings),  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 1), (2, 3), (3, 1)])
+def test_a_request_goes_through_all_stages(world: World, src_tp: int, dst_tp: int) -> None:
+    router = pair(world, src_tp, dst_tp)
+    ids = [router.send(range(n), 5) for n in (1, 4, 9)]
+    router.run()
+    for request_id in ids:
+        assert router.decode.ended[request_id] == ""
+        router.check_answer(request_id)
+
+
+def is_idle(router: Router) -> None:
+    """Everything came back, on both sides and all ranks."""
+    for side in (router.prefill, router.decode):
+        for driver in side.drivers:
+            memory = (
+                driver.stages.memory if side is router.prefill else driver.stages.context.memory
+            )
+            memory.check_books([])
+            cached = memory.prefix.num_pages if memory.prefix else 0
+            assert memory.pages.available + cached == memory.pages.capacity
+            if memory.prefix:
+                assert memory.prefix.num_evictable == cached, "a lock was left"
+            assert memory.num_draining_pages == memory.num_draining_aux == 0
+            assert all(pool.available == pool.num_pages for pool in memory.host)
+
+
+def test_the_second_turn_transfers_only_what_decode_lacks(world: World) -> None:
+    router = pair(world, 2, 3)
+    first = router.send(range(10), 5)
+    router.run()
+    request = router.decode.requests[first][0]
+    turn = np.append(request.tokens, [1, 2, 3]).astype(np.int32)
+    before = router.prefill.num_computed_tokens
+    second = router.send(turn, 3)
+    router.step()
+    router.step()
+    held = {ranks.holding.match.num_tokens for ranks in router.decode.requests[second]}
+    assert held == {12}, "14 tokens had K and V: three whole pages"
+    router.run()
+    router.check_answer(second)
+    assert router.prefill.num_computed_tokens - before == len(turn) - 8, "prefill held two pages"
+    is_idle(router)
+
+
+def test_a_full_hit_transfers_no_kv_and_still_the_first_token(world: World) -> None:
+    router = pair(world, 1, 2)
+    router.send(range(8), 2)
+    router.run()
+    again = router.send(range(8), 4)
+    router.run()
+    router.check_answer(again)
+    is_idle(router)
+
+
+def test_a_request_of_exactly_the_pool_runs_and_one_over_is_refused_at_once(world: World) -> None:
+    router = pair(world, num_pages=5)
+    fits = router.send(range(11), 9)
+    router.run()
+    router.check_answer(fits)
+    too_long = router.send(range(11), 10)
+    router.pending.clear()
+    router.step()
+    assert router.decode.ended[too_long] == "6 pages needed"
+    assert router.decode.stages.num_live == 0
+    is_idle(router)
+
+
+def test_pools_of_one_of_each_serve_one_request_after_the_other(world: World) -> None:
+    router = pair(world, num_pages=1, size=1, pre_alloc_size=1)
+    ids = [router.send([n], 3) for n in range(6)]
+    router.run()
+    for request_id in ids:
+        router.check_answer(request_id)
+    is_idle(router)
+
+
+@pytest.mark.parametrize("src_tp", [1, 2])
+@pytest.mark.parametrize("policy", ["host", "recompute"])
+def test_retracted_requests_come_back_with_the_same_tokens(
+    world: World, policy: str, src_tp: int
+) -> None:
+    settings = QueueSettings(retraction=policy)  # type: ignore[arg-type]
+    host_pages = 24 if policy == "host" else 0
+    router = pair(world, src_tp, 2, num_pages=7, settings=settings, host_pages=host_pages)
+    ids = [router.send(range(n, n + 8), 14) for n in (0, 20, 40)]
+    router.run()
+    seen = {name for name, _ in router.decode.events}
+    assert "RequestRetracted" in seen
+    assert ("RequestResumed" in seen) == (policy == "host")
+    for request_id in ids:
+        router.check_answer(request_id)
+    is_idle(router)
+
+
+@pytest.mark.parametrize("when_full", ["recompute", "abort"])
+def test_a_host_without_room_leaves_two_ways(world: World, when_full: str) -> None:
+    settings = QueueSettings(when_host_full=when_full)  # type: ignore[arg-type]
+    router = pair(world, num_pages=7, settings=settings, host_pages=1)
+    ids = [router.send(range(n, n + 8), 14) for n in (0, 20, 40)]
+    router.run()
+    causes = [router.decode.ended[request_id] for request_id in ids]
+    assert causes[0] == "", "the first of all is never retracted"
+    if when_full == "abort":
+        assert "retracted, and the host has no room for its pages" in causes
+    else:
+        assert causes == [""] * 3
+    for request_id, cause in zip(ids, causes, strict=True):
+        if not cause:
+            router.check_answer(request_id)
+    is_idle(router)
+
+
+@pytest.mark.parametrize("steps", range(16))
+@pytest.mark.parametrize("allocation", ["early", "late"])
+def test_an_abort_at_any_step_gives_everything_back(
+    world: World, steps: int, allocation: str
+) -> None:
+    settings = QueueSettings(allocation=allocation)  # type: ignore[arg-type]
+    router = pair(world, 2, 3, num_pages=7, settings=settings, host_pages=24)
+    ids = [router.send(range(n, n + 8), 12) for n in (0, 20, 40)]
+    for _ in range(steps):
+        router.step()
+    stage = router.decode.requests[ids[1]][0].stage
+    router.decode.abort(ids[1])
+    router.decode.abort(ids[1])
+    router.run()
+    assert router.decode.ended[ids[1]] == "aborted by the decode engine", stage
+    for request_id in (ids[0], ids[2]):
+        router.check_answer(request_id)
+    is_idle(router)
+
+
+def test_late_allocation_takes_no_page_before_prefill_has_computed(world: World) -> None:
+    settings = QueueSettings(allocation="late")
+    router = pair(world, 2, 3, settings=settings)
+    router.prefill.is_paused = True
+    ids = [router.send(range(n, n + 9), 5) for n in (0, 20)]
+    for _ in range(10):
+        router.step()
+    assert router.decode.memory.pages.available == 32
+    router.prefill.is_paused = False
+    router.run()
+    for request_id in ids:
+        router.check_answer(request_id)
+    is_idle(router)
+
+
+def test_what_prefill_evicts_before_decode_has_memory_is_computed_again(world: World) -> None:
+    router = pair(world, settings=QueueSettings(allocation="late"), num_pages=4)
+    first = router.send(range(5), 11)
+    second = router.send(range(30, 42), 2)
+    waiting = router.decode.requests[second][0]
+    while waiting.stage.value != "queued":  # computed, and short of pages
+        router.step()
+    (request,) = [r for r in router.prefill.drivers[0].stages.inflight if r.room == waiting.room]
+    assert router.prefill.drivers[0].endpoint.evict(request.handle)
+    router.run()
+    for request_id in (first, second):
+        router.check_answer(request_id)
+    is_idle(router)
+
+
+def test_a_request_waits_until_every_rank_knows_its_prefill_engine(world: World) -> None:
+    router = pair(world, 1, 3)
+    late = router.decode.drivers[2].stages
+    known = late.prealloc._resolve
+    late.prealloc._resolve = lambda request: None  # type: ignore[assignment,return-value]
+    request_id = router.send(range(5), 2)
+    for _ in range(5):
+        router.step()
+    assert {r.stage.value for r in router.decode.requests[request_id]} == {"resolving"}
+    late.prealloc._resolve = known
+    router.run()
+    router.check_answer(request_id)
+
+
+def test_ranks_that_hold_different_prefixes_end_the_request_and_say_so(world: World) -> None:
+    router = pair(world, 1, 2)
+    router.send(range(9), 2)
+    router.run()
+    memory = router.decode.drivers[1].stages.context.memory
+    memory.pages.free(memory.prefix.evict(8))
+    request_id = router.send(range(9), 2)
+    router.run()
+    assert router.decode.ended[request_id].startswith("ranks of one engine differ in ALLOCATED")
+    is_idle(router)
+
+
+def test_an_engine_with_another_cache_is_refused_by_name(world: World) -> None:
+    prefill = world.engine("p", small_layout(num_layers=2))
+    decode = world.engine("d", small_layout(num_layers=1))
+    router = Router(world, PrefillSide(prefill), DecodeSide(decode, prefill))
+    request_id = router.send(range(5), 2)
+    router.run()
+    assert "num_layers" in router.decode.ended[request_id]
+    is_idle(router)
+
+
+def test_a_prefill_engine_that_can_never_hold_a_prompt_tells_its_peer(world: World) -> None:
+    prefill = world.engine("p", small_layout(num_layers=1))
+    decode = world.engine("d", small_layout(num_layers=1))
+    router = Router(world, PrefillSide(prefill, num_pages=2), DecodeSide(decode, prefill))
+    request_id = router.send(range(9), 2)
+    router.run()
+    assert "prefill has 2 pages in all, 3 are needed" in router.decode.ended[request_id]
+    is_idle(router)
+
+
+def test_a_request_that_only_quarantine_could_help_ends_with_a_reason(world: World) -> None:
+    router = pair(world, num_pages=4, settings=QueueSettings(stall_s=1.0), with_prefix=False)
+    pages = router.decode.memory.pages
+    lost = pages.alloc(2)
+    pages.hold(lost)  # a peer that was told them is gone, and nobody has said so
+    pages.free(lost)
+    request_id = router.send(range(4), 10)
+    router.run()
+    assert router.decode.ended[request_id] == (
+        "no page for 1 s: of 4 pages 2 are in quarantine, others in transfer"
+    )
+    pages.release(lost)
+    again = router.send(range(4), 10)
+    router.run()
+    router.check_answer(again)
+
+
+def test_an_unhealthy_rank_holds_back_the_whole_group(world: World) -> None:
+    router = pair(world, 1, 2)
+    gate = router.decode.drivers[1].stages.context.gate
+    gate.is_healthy = False
+    router.step()
+    request_id = router.send(range(5), 2)
+    for _ in range(10):
+        router.step()
+    assert {r.stage.value for r in router.decode.requests[request_id]} == {"queued"}
+    gate.is_healthy = True
+    router.run()
+    router.check_answer(request_id)
+
+
+def test_priority_goes_first_and_the_least_of_it_gives_way(world: World) -> None:
+    router = pair(world, num_pages=6, host_pages=24, size=2)
+    low = router.send(range(8), 14)
+    for _ in range(8):
+        router.step()
+    high = router.send(range(20, 28), 14, priority=5)
+    router.run()
+    assert ("RequestRetracted", low) in router.decode.events
+    assert ("RequestRetracted", high) not in router.decode.events
+    for request_id in (low, high):
+        router.check_answer(request_id)
+
+
+def test_misuse_raises(world: World) -> None:
+    with pytest.raises(ConfigError):
+        DecodeRequest(room=1, prompt=[], max_new_tokens=1)
+    with pytest.raises(ConfigError):
+        DecodeRequest(room=1, prompt=[1], max_new_tokens=0)
+    with pytest.raises(ConfigError):
+        PrefillRequest(room=1, prompt=[])
+    router = pair(world)
+    request_id = router.send(range(5), 2)
+    request = router.decode.requests[request_id][0]
+    with pytest.raises(ConfigError, match="was added before"):
+        router.decode.stages.add(request)
+    with pytest.raises(ConfigError, match="does not run"):
+        router.decode.stages.finish(request)
+    router.run()
+    with pytest.raises(ConfigError, match="may generate 2 tokens"):
+        router.decode.stages.append(request, 1)
+    with pytest.raises(RemoteProtocolError):
+        router.decode.drivers[0].end([b"?"])
+    with pytest.raises(RemoteProtocolError):
+        fold([b"?"])
