@@ -28,16 +28,23 @@ from rendezvous_records import rank
 LIMITS = RendezvousLimits(beat_s=1, slow_s=2, lease_s=4, remember_s=8, room_s=30, max_changes=6)
 TP = 2
 
-RECORDS = st.builds(
-    rank,
-    engine_id=st.sampled_from("ab"),
-    rank_id=st.integers(0, TP - 1),
-    life=st.integers(1, 3),
-    dp_rank=st.integers(0, 1),
-    tp_size=st.just(TP),
-    dp_size=st.just(2),
-    epoch=st.integers(1, 2),
-    address=st.sampled_from(["", "", "", "tcp://shared", "tcp://other"]),
+# Few records that often meet: the same place in two lives and epochs; rank 0 moves to one address
+# that all engines fight for.
+RECORDS = st.sampled_from(
+    [
+        rank(
+            engine_id,
+            rank_id,
+            life=life,
+            tp_size=TP,
+            epoch=epoch,
+            address="tcp://shared" if (rank_id, epoch) == (0, 2) else "",
+        )
+        for engine_id in "ab"
+        for life in (1, 2)
+        for epoch in (1, 2)
+        for rank_id in range(TP)
+    ]
 )
 
 
@@ -156,7 +163,7 @@ class Comparison(RuleBasedStateMachine):
         if entry is not None:
             self.model.kept.remove(entry)
 
-    @rule(seconds=st.sampled_from([0.5, 1.5, 4.5, 13.0]))
+    @rule(seconds=st.sampled_from([1.5, 4.5, 13.0]))
     def wait(self, seconds: float) -> None:
         self.model.now += seconds
         self.model.forget_old()
@@ -223,7 +230,7 @@ class Comparison(RuleBasedStateMachine):
 
 
 Comparison.TestCase.settings = settings(
-    max_examples=40,
+    max_examples=60,
     stateful_step_count=40,
     deadline=None,
     derandomize=True,

@@ -127,6 +127,14 @@ def test_another_engine_at_a_dead_ones_address_takes_it_over() -> None:
         table.register(rank("old", life=1, address="tcp://a"), 2)
 
 
+def test_an_address_that_was_left_is_free_for_others() -> None:
+    table = Table(LIMITS)
+    table.register(rank("p", epoch=1, address="tcp://a"), 0)
+    table.register(rank("p", epoch=2, address="tcp://b"), 1)
+    table.register(rank("q", address="tcp://a"), 2)
+    assert list(table.visible()) == [P0, GroupKey("q", 0)]
+
+
 def test_half_a_restart_is_not_visible() -> None:
     table = Table(LIMITS)
     for rank_id in (0, 1):

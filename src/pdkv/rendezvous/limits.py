@@ -12,10 +12,11 @@ __all__ = ["RendezvousLimits"]
 class RendezvousLimits(msgspec.Struct, frozen=True, kw_only=True):
     """The same on servers and clients of one fleet; tests shorten the times.
 
-    beat_s: how often a rank says that it lives. lease_s: how long it counts as alive after that.
+    beat_s: how often a rank says that it lives. lease_s: how long it counts as alive after that,
+        and how long a server that has just started is taken to know too little.
     slow_s: a rank whose last beat, or whose engine's last sign of life, is older is *slow*.
-    probe_s: a silent rank is probed this often. remember_s: how long a rank that is no more is
-        still shown, and how long a server that has just started is taken to know too little.
+    probe_s: a silent rank is probed after this long, then twice as long, and so on.
+    remember_s: how long a rank that is no more is still shown.
     ask_s: rooms whose DP rank is unknown are asked for again, all in one message.
     room_s: how long the DP rank of a room is remembered after the engine said it.
     """

@@ -53,7 +53,9 @@ class Resolver:
         self._engines: dict[str, dict[int, EngineRecord]] = {}
         self._gone: dict[GroupKey, str] = {}
         self._rooms = Rooms(limits)
-        self._wanted: OrderedDict[tuple[str, int], float] = OrderedDict()
+        # Rooms that are asked for: not yet, or when, oldest first.
+        self._unasked: dict[tuple[str, int], None] = {}
+        self._asked: OrderedDict[tuple[str, int], float] = OrderedDict()
 
     # -- what the directory says ------------------------------------------------------------------
 
@@ -95,7 +97,7 @@ class Resolver:
         rooms = list(rooms)
         self._rooms.claim(group, incarnation, rooms, now)
         for room in rooms:
-            self._wanted.pop((group.engine_id, room), None)
+            self._want_no_more((group.engine_id, room))
 
     # -- what the engine asks ---------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class Resolver:
             return self._at(query, 0, newest, "the only one")
         if newest.dp_by_room:
             return self._at(query, query.room % dp_size, newest, "by room")
-        return self._asked(query, groups, now)
+        return self._by_word(query, groups, now)
 
     def _at(
         self, query: RouteQuery, dp_rank: int, newest: EngineRecord, how: str
@@ -152,7 +154,7 @@ class Resolver:
             return Pending(f"{group} ({how}): is at topology epoch {epochs}")
         return Known(record)
 
-    def _asked(
+    def _by_word(
         self, query: RouteQuery, groups: dict[int, EngineRecord], now: float
     ) -> Known | Pending:
         claim = self._rooms.get(query.engine_id, query.room)
@@ -163,28 +165,44 @@ class Resolver:
             # The life that took the room is over, or was never heard of: ask again.
             self._rooms.forget(query.engine_id, query.room)
         key = (query.engine_id, query.room)
-        if key not in self._wanted and len(self._wanted) < self._limits.max_waiting_rooms:
-            self._wanted[key] = float("-inf")
+        if key not in self._asked and self.num_waiting < self._limits.max_waiting_rooms:
+            self._unasked[key] = None
         return Pending(f"room {query.room}: engine {query.engine_id!r} has not said its DP rank")
 
     def forget_room(self, engine_id: str, room: int) -> None:
         """The request is over: its room may come back, and then goes elsewhere."""
         self._rooms.forget(engine_id, room)
-        self._wanted.pop((engine_id, room), None)
+        self._want_no_more((engine_id, room))
+
+    def _want_no_more(self, key: tuple[str, int]) -> None:
+        self._unasked.pop(key, None)
+        self._asked.pop(key, None)
 
     # -- what is to be asked ----------------------------------------------------------------------
 
     def take_asks(self, now: float) -> dict[str, list[int]]:
         """Rooms to ask for now, by engine: each at most once per `ask_s`."""
+        due = list(self._unasked)
+        self._unasked.clear()
+        while self._asked:
+            key, asked_at = next(iter(self._asked.items()))
+            if now - asked_at < self._limits.ask_s:
+                break
+            del self._asked[key]
+            due.append(key)
         asks: dict[str, list[int]] = {}
-        for key, asked_at in self._wanted.items():
-            if now - asked_at >= self._limits.ask_s:
-                self._wanted[key] = now
-                asks.setdefault(key[0], []).append(key[1])
+        for engine_id, room in due:
+            self._asked[engine_id, room] = now
+            asks.setdefault(engine_id, []).append(room)
         self._rooms.expire(now)
         return asks
 
     @property
+    def has_unasked(self) -> bool:
+        """Whether a room is wanted that was never asked for: worth not waiting."""
+        return bool(self._unasked)
+
+    @property
     def num_waiting(self) -> int:
-        """Rooms whose DP rank was asked for and is not known."""
-        return len(self._wanted)
+        """Rooms whose DP rank is not known and wanted."""
+        return len(self._unasked) + len(self._asked)

@@ -48,12 +48,15 @@ class _Entry:
     since: float
     state: RankState = RankState.ALIVE
     why: str = ""
-    probed_at: float = float("-inf")
+    probe_at: float = 0.0
+    probe_wait_s: float = 0.0
     cannot_hear: tuple[str, ...] = ()
 
     def become(self, state: RankState, why: str, now: float) -> None:
         if state is not self.state:
             self.state, self.since = state, now
+        if state.is_routed:
+            self.probe_at = self.probe_wait_s = 0.0
         self.why = why
 
 
@@ -137,6 +140,14 @@ class Table:
         self.rooms.claim(group, incarnation, rooms, now)
         return True
 
+    def release(self, group: GroupKey, incarnation: bytes, rooms: Iterable[int]) -> None:
+        """These rooms are over. Those that another group or life has claimed since are not."""
+        for room in rooms:
+            claim = self.rooms.get(group.engine_id, room)
+            mine = (group.dp_rank, incarnation)
+            if claim is not None and (claim.dp_rank, claim.incarnation) == mine:
+                self.rooms.forget(group.engine_id, room)
+
     def which(self, engine_id: str, room: int) -> Claim | None:
         """Who serves a room; None while nobody has said so, or the life that did is over."""
         claim = self.rooms.get(engine_id, room)
@@ -167,11 +178,16 @@ class Table:
         self.rooms.expire(now)
 
     def to_probe(self, now: float) -> dict[RankKey, str]:
-        """Silent ranks whose address should be tried now, each at most once per `probe_s`."""
+        """Silent ranks whose address should be tried now: at once, then ever less often.
+
+        Connections that a stopped process never takes fill its queue, after which its kernel
+        answers nobody and the rank would look partitioned.
+        """
         due = {}
         for key, entry in self._entries.items():
-            if not entry.state.is_routed and now - entry.probed_at >= self.limits.probe_s:
-                entry.probed_at = now
+            if not entry.state.is_routed and now >= entry.probe_at:
+                entry.probe_wait_s = 2 * entry.probe_wait_s or self.limits.probe_s
+                entry.probe_at = now + entry.probe_wait_s
                 due[key] = entry.record.address
         return due
 
