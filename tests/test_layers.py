@@ -37,6 +37,7 @@ LAYERS = {
     "control": 4,
     "backends": 4,
     "rendezvous.server": 4,
+    "rendezvous.server_probe": 4,
     "rendezvous.client": 4,
     "rendezvous.etcd": 4,
     "observe.exporters": 4,
