@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint types format clean prove
+.PHONY: setup demo test check lint types format clean prove fuzz
 
 setup: $(STAMP)
 
@@ -24,6 +24,9 @@ check: $(STAMP)  ## the longer suites
 
 prove: $(STAMP)  ## the planner's systematic sweep; MINUTES=120 for all of it
 	@$(BIN)/python scripts/prove.py --minutes $(or $(MINUTES),25)
+
+fuzz: $(STAMP)  ## hostile frames into the codec and two nodes; FRAMES=10000000 for all of it
+	@$(BIN)/python scripts/fuzz.py --frames $(or $(FRAMES),400000)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

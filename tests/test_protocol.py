@@ -18,6 +18,7 @@ from pdkv.protocol import (
     NOTIFICATION_NBYTES,
     Abort,
     Failed,
+    Goodbye,
     Hello,
     Identity,
     Notification,
@@ -30,6 +31,7 @@ from pdkv.protocol import (
     encode_notification,
     pack_page_ids,
 )
+from pdkv.testing.fuzz import mutate
 
 MUTATIONS = 50_000
 
@@ -79,27 +81,6 @@ def test_earlier_version_may_lack_fields_with_defaults() -> None:
     short = decode(msgspec.msgpack.encode(info[:-1]))
     assert isinstance(short, TransferInfo)
     assert short.grants == ()
-
-
-def mutate(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """One of: bits flipped, bytes replaced, inserted or cut out, an end lost, two frames joined."""
-    out = bytearray(data)
-    for _ in range(rng.choice((1, 1, 2, 8))):
-        at = rng.randrange(len(out) + 1)
-        kind = rng.randrange(6)
-        if kind == 0 and at < len(out):
-            out[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            out[at : at + rng.randint(1, 4)] = rng.randbytes(rng.randint(1, 4))
-        elif kind == 2:
-            out[at:at] = rng.randbytes(rng.choice((1, 2, 9)))
-        elif kind == 3:
-            del out[at : at + rng.randint(1, 16)]
-        elif kind == 4:
-            del out[at:]
-        else:
-            out[at:] = other[rng.randrange(len(other)) :]
-    return bytes(out)
 
 
 @pytest.mark.slow
@@ -169,6 +150,20 @@ def test_message_above_the_limit_is_not_sent() -> None:
         encode(info)
 
 
+def test_a_hello_has_a_limit_of_its_own() -> None:
+    names = tuple("x" * 4096 for _ in range(256))
+    hello = msgspec.structs.replace(SAMPLES["hello"], capabilities=names)
+    assert decode(encode(hello)) == hello
+    regions = hello.pool.regions * 200_000
+    large = msgspec.structs.replace(
+        hello, pool=msgspec.structs.replace(hello.pool, regions=regions)
+    )
+    with pytest.raises(LocalProtocolError, match="Hello of"):
+        encode(large)
+    with pytest.raises(RemoteProtocolError, match="Hello of"):
+        decode(msgspec.msgpack.encode(large))
+
+
 def info_with(**changes: object) -> bytes:
     """The wire form of a TransferInfo with fields that its constructor would not allow."""
     wire = msgspec.msgpack.decode(encode(SAMPLES["info"]))
@@ -213,6 +208,15 @@ def test_transfer_info_that_cannot_be_is_refused(change: dict[str, object]) -> N
         ["alive", [[[0, 0, bytes(16)], -1]]],
         ["sent", [0, 0, bytes(16)], [[0]]],
         ["sent", [0, 0, bytes(16)], [[0, -1]]],
+        ["sent", [0, 0, bytes(16)], [], [[0]]],
+        ["announce", [0, 0, bytes(16)], -1, 1],
+        ["computed", [0, 0, bytes(16)], 1, (1 << 48) + 1],
+        ["recompute", [0, 0, bytes(16)], "c" * 4097],
+        ["grant", [0, 0, bytes(16)], [[0, 0, 0, -1, 0, 0]]],
+        ["alive", [[[0, 0, bytes(16)], 1, 2, [-1]]]],
+        ["alive", [[[0, 0, bytes(16)], 1]] * ((1 << 17) + 1)],
+        ["sent", [0, 0, bytes(16)], [[0, 0]] * ((1 << 20) + 1)],
+        ["bye", "c" * 4097],
     ],
     ids=lambda wire: str(wire[0]),
 )
@@ -224,7 +228,7 @@ def test_lengths_and_numbers_beyond_their_limits_are_refused(wire: list[object])
 @pytest.mark.parametrize("text", ["x" * 10_000, "ä" * 4_097, "bad \udcff name"])
 def test_texts_of_errors_always_reach_the_peer(text: str) -> None:
     """Error texts come from anywhere; one that no peer accepts would lose the message."""
-    for message in (Abort(WHO, text), Failed(WHO, text), Refused(text, text)):
+    for message in (Abort(WHO, text), Failed(WHO, text), Refused(text, text), Goodbye(text)):
         assert decode(encode(message)) == message
     assert Failed(WHO, text).cause[:3] == text[:3]
     assert Failed(WHO, "x" * 4096).cause == "x" * 4096

@@ -88,7 +88,11 @@ class NodeCore:
         self.links = Links(backend=backend, control=control, local=local, counters=self.counters)
         self.writes = Writes(backend=backend, aux=aux, clock=clock)
         self.requests = Requests(
-            links=self.links, writes=self.writes, rank_id=local.rank_id, limits=local.limits
+            links=self.links,
+            writes=self.writes,
+            rank_id=local.rank_id,
+            limits=local.limits,
+            counters=self.counters,
         )
         self._backend = backend
         self._control = control

@@ -48,13 +48,22 @@ _log = logging.getLogger("pdkv")
 class Requests:
     """Receivers by identity, senders by handle; `rooms` is what peers ask the senders for."""
 
-    def __init__(self, *, links: Links, writes: Writes, rank_id: int, limits: Limits) -> None:
+    def __init__(
+        self,
+        *,
+        links: Links,
+        writes: Writes,
+        rank_id: int,
+        limits: Limits,
+        counters: Counter[str],
+    ) -> None:
         self.changes: deque[Change] = deque()
         self.receivers: dict[Identity, Receiving] = {}
         self.senders: dict[int, Sending] = {}
         self.inbox: deque[tuple[Receiving | Sending, Event]] = deque()
         self._links = links
         self._writes = writes
+        self._counters = counters
         self._rank_id = rank_id
         self._limits = limits
         self.rooms = Rooms(links=links, inbox=self.inbox, rank_id=rank_id, limits=limits)
@@ -73,6 +82,7 @@ class Requests:
             for action in actions:
                 self._carry_out(owner, action, now)
         except Exception as error:  # this request is broken; the others go on
+            self._counters["broken_requests"] += 1
             _log.exception("request failed inside pdkv\n%s", machine.story())
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
         change = owner.news(now)
