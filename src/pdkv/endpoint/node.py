@@ -25,6 +25,7 @@ from pdkv.limits import Limits
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
+from pdkv.request.replay import dump
 
 __all__ = ["Node"]
 
@@ -164,6 +165,16 @@ class Node:
         health = self.ask(self.core.health)
         assert isinstance(health, Health)
         return health
+
+    def journals(self) -> dict[str, bytes]:
+        """Journals of the live requests, and of the last that failed, by name: a bug report.
+
+        `pdkv.request.replay.load` and `replay` make of each the machine as it was. A request with
+        more events than a journal keeps is left out.
+        """
+        found = self.ask(lambda: dict(self.core.requests.journals()))
+        assert isinstance(found, dict)
+        return {name: dump(journal) for name, journal in found.items() if journal.is_whole}
 
     def declare_gone(self, incarnation: bytes) -> None:
         """Operator's proof that a life of an engine can't write any more: its quarantine ends."""

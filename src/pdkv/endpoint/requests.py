@@ -35,7 +35,7 @@ from pdkv.request.events import (
     Tick,
     WriteEnded,
 )
-from pdkv.request.journal import ReceiverAnnouncement
+from pdkv.request.journal import Journal, ReceiverAnnouncement
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll, Memory
@@ -43,6 +43,7 @@ from pdkv.request.states import KVPoll, Memory
 __all__ = ["Requests"]
 
 _log = logging.getLogger("pdkv")
+_MAX_FAILED_JOURNALS = 16
 
 
 class Requests:
@@ -60,6 +61,8 @@ class Requests:
         self.changes: deque[Change] = deque()
         self.receivers: dict[Identity, Receiving] = {}
         self.senders: dict[int, Sending] = {}
+        # Journals of the last requests that failed, for a bug report.
+        self.failed: deque[tuple[str, Journal]] = deque(maxlen=_MAX_FAILED_JOURNALS)
         self.inbox: deque[tuple[Receiving | Sending, Event]] = deque()
         self._links = links
         self._writes = writes
@@ -245,6 +248,9 @@ class Requests:
 
     def forget(self, ref: Identity | int, now: float) -> None:
         """The group applied Released: only a tombstone stays."""
+        owner = self.senders.get(ref) if isinstance(ref, int) else self.receivers.get(ref)
+        if owner is not None and owner.machine.poll is KVPoll.Failed:
+            self.failed.append((_name(owner), owner.machine.journal))
         if isinstance(ref, int):
             sending = self.senders.pop(ref, None)
             if sending is None:
@@ -291,6 +297,18 @@ class Requests:
             if self.engine_of(owner) == peer.key[0]:
                 self.inbox.append((owner, event))
 
+    def journals(self) -> list[tuple[str, Journal]]:
+        """Of the last failures and of what is live, by a name for a reader; copies."""
+        live = [(_name(owner), owner.machine.journal.copy()) for owner in self.owners()]
+        return [*self.failed, *live]
+
     def owners(self) -> list[Receiving | Sending]:
         """Every live request of both roles."""
         return [*self.receivers.values(), *self.senders.values()]
+
+
+def _name(owner: Receiving | Sending) -> str:
+    """How a bug report names a request."""
+    if isinstance(owner, Receiving):
+        return f"decode, {owner.machine.identity}"
+    return f"prefill handle {owner.handle}, {owner.machine.identity or 'unbound'}"

@@ -90,6 +90,13 @@ class Journal:
             self.is_whole = False
             self._tail.append(entry)
 
+    def copy(self) -> Journal:
+        """As it is now."""
+        other = Journal(self.birth, max_entries=self._max_entries)
+        other.entries, other.is_whole = list(self.entries), self.is_whole
+        other._tail.extend(self._tail)
+        return other
+
     def _repeats(self, event: PeerSeen) -> bool:
         """The same peer said as much just before: its later word stands for both."""
         last = self.entries[-1] if self.entries and self.is_whole else None
