@@ -166,7 +166,7 @@ def test_journals_of_a_failed_and_of_a_live_request_can_be_had_from_the_node(
 
 def test_mutated_journals_are_refused_or_valid() -> None:
     data = dump(STORIES["late"].senders[0].journal)
-    for position in range(len(data)):
+    for position in range(0, len(data), 5):
         changed = bytearray(data)
         changed[position] ^= 0x55
         try:
