@@ -11,19 +11,21 @@ import pytest
 
 from pdkv.endpoint import (
     DecodeEndpoint,
+    HealthChanged,
     Outcome,
     PrefillEndpoint,
     Released,
     RequestFailed,
     Succeeded,
 )
+from pdkv.endpoint.gate import Gate
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
 from pdkv.protocol import PROTOCOL_VERSION, Hello, encode_frame
 from pdkv.rendezvous import EngineRecord
-from pdkv.request import KVPoll, Verdict
+from pdkv.request import HealthKey, KVPoll, Verdict, agree, decode_votes, encode_votes
 from support import AUX, Engine, World, small_layout
 from test_endpoint import ask, pages_of, serve
 
@@ -326,3 +328,63 @@ def test_the_outcome_of_a_fake_and_a_real_request_look_alike(world: World) -> No
     fake, real = decode.events(Succeeded)
     assert (fake.outcome, fake.num_tokens) == (real.outcome, real.num_tokens)
     assert fake.outcome == Outcome.CONTINUE
+
+
+# -- health ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_world() -> Iterator[World]:
+    """One request in quarantine is too much."""
+    world = World(
+        Limits(
+            keepalive_s=0.1,
+            peer_lost_s=1.0,
+            resend_s=0.1,
+            max_quarantined_requests=1,
+            max_quarantined_requests_per_peer=1,
+        )
+    )
+    yield world
+    world.close()
+
+
+def test_one_unhealthy_rank_makes_the_group_so_until_it_is_well_again(small_world: World) -> None:
+    world = small_world
+    prefill, decode = pair(world, 2, 2)
+    other = world.engine("p2", small_layout())
+    for room in (5, 6):
+        pages = PAGES[:2] if room == 5 else PAGES[2:]
+        ask(decode, prefill, room, room, 8, pages)
+        prefill.prefill[1].open(room, 8)
+        prefill.prefill[0].open(room, 8)
+    world.run()
+    prefill.kill()  # with two requests bound: their pages have a writer without proof
+    world.run(steps=1500)
+    changed = decode.events(HealthChanged)
+    assert len(changed) == 2, "a node's health is told once to each role"
+    assert all("requests in quarantine" in event.problem for event in changed)
+    ask(decode, other, 7, 7, 8, OTHER[:2])
+    world.run()
+    assert "node is unhealthy" in decode.events(RequestFailed)[-1].cause
+    for endpoint in decode.decode:
+        endpoint.declare_gone(prefill.incarnation)
+    world.run(steps=100)
+    assert [event.problem for event in decode.events(HealthChanged)][2:] == ["", ""]
+    ask(decode, other, 8, 8, 8, OTHER[:2])
+    serve(other, 8, 8, PAGES[:2])
+    world.run()
+    assert [event.key.room for event in decode.events(Succeeded)] == [8]
+
+
+def test_a_rank_that_finds_itself_well_does_not_speak_for_the_others() -> None:
+    key = HealthKey()
+    gates = [Gate(), Gate()]
+    gates[1].update_health("pages short")
+    for problem, expected in (("pages short", 1), ("pages short", 0), ("", 1), ("", 0)):
+        gates[1].update_health(problem)
+        verdicts = agree([decode_votes(encode_votes(gate.votes())) for gate in gates])
+        events = [gate.apply(verdicts)[0] for gate in gates]
+        assert events[0] == events[1]
+        assert [event.problem for event in events[0]] == [problem] * expected
+        assert all(verdict.key == key for verdict in verdicts)

@@ -16,7 +16,7 @@ from pdkv.endpoint.events import EndpointEvent, Released, RequestFailed, Succeed
 from pdkv.endpoint.prefill import PrefillHandle
 from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
-from pdkv.request.agree import Key, OpenKey, Vote, agree
+from pdkv.request.agree import Key, Vote, agree
 
 __all__ = ["AsyncEndpoint", "Tracked"]
 
@@ -128,10 +128,9 @@ class AsyncEndpoint:
 
     def _dispatch(self, event: EndpointEvent) -> None:
         ref = event.handle or event.key
-        tracked = None if isinstance(ref, OpenKey) else self._tracked.get(ref)
-        if tracked is not None:
-            tracked._take(event)
-            if isinstance(event, Released) and not isinstance(ref, OpenKey):
+        if isinstance(ref, Identity | int) and ref in self._tracked:
+            self._tracked[ref]._take(event)
+            if isinstance(event, Released):
                 del self._tracked[ref]
         if self._num_readers:
             self._events.append(event)

@@ -52,6 +52,7 @@ class Endpoint:
         self.node.step(now)
         for change in self.node.take_changes(self._ref_type):
             self._gate.update(change)
+        self._gate.update_health(self.node.core.problem)
         events, self._backlog = self._backlog, []
         if self.node.group_size == 1:
             while votes := self._gate.votes():

@@ -102,6 +102,8 @@ class NodeCore:
         limits = self._limits = local.limits
         self._commands: deque[Callable[[float], None]] = deque()
         self.is_asleep = False
+        # Why nothing may be admitted, as of the last tick; nothing when healthy.
+        self.problem = ""
         self._ticked_at = 0.0
         self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
 
@@ -327,6 +329,7 @@ class NodeCore:
             self.requests.tell_all(peer, PeerLost(peer.rank_id, silent))
         self.links.greet_again(now)
         self.requests.tick(now)
+        self.problem = "; ".join(self.requests.problems())
         for peer in self.links.peers:
             alive = peer.state in (PeerState.READY, PeerState.LOST)
             if alive and now - peer.said_at >= self._limits.keepalive_s:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from pdkv.protocol import Identity
-from pdkv.request.agree import OpenKey
+from pdkv.request.agree import Key
 from pdkv.request.events import Outcome
 from pdkv.request.states import Allocation, KVPoll
 
@@ -19,6 +19,7 @@ __all__ = [
     "Computed",
     "EndpointEvent",
     "Health",
+    "HealthChanged",
     "Recompute",
     "Refusal",
     "Released",
@@ -75,8 +76,17 @@ class EndpointEvent(msgspec.Struct, frozen=True, kw_only=True):
     `handle` is the prefill handle's id, 0 on the decode side.
     """
 
-    key: Identity | OpenKey
+    key: Key
     handle: int = 0
+
+
+class HealthChanged(EndpointEvent, frozen=True, kw_only=True):
+    """A rank of the group has become unhealthy, for `problem`, or all of them are well again.
+
+    While one is not, what it is asked to admit fails on all ranks with that problem.
+    """
+
+    problem: str
 
 
 class Bootstrapped(EndpointEvent, frozen=True, kw_only=True):

@@ -17,13 +17,14 @@ from pdkv.endpoint.events import (
     Change,
     Computed,
     EndpointEvent,
+    HealthChanged,
     Recompute,
     Released,
     RequestFailed,
     Succeeded,
 )
 from pdkv.protocol import Identity
-from pdkv.request.agree import Key, OpenKey, Verdict, Vote
+from pdkv.request.agree import HealthKey, Key, OpenKey, Verdict, Vote
 from pdkv.request.states import Allocation, KVPoll
 
 __all__ = ["Gate", "GateOrder"]
@@ -70,6 +71,9 @@ class Gate:
         self._changed: dict[Key, None] = {}
         # Verdicts that came before this rank's engine submitted: Failed absorbs unknown.
         self._doomed: OrderedDict[Key, Verdict] = OrderedDict()
+        # What is wrong on this rank, and with the group; nothing when all is well.
+        self._problem = ""
+        self._group_problem = ""
 
     def __len__(self) -> int:
         return len(self._by_ref)
@@ -128,9 +132,18 @@ class Gate:
             entry.local = change
             self._changed[entry.key] = None
 
+    def update_health(self, problem: str) -> None:
+        """Take this rank's own state; an empty problem is none."""
+        self._problem = problem
+
     def votes(self) -> dict[Key, Vote]:
         """What this rank knows and its group has not applied. Empty when nothing changed."""
         votes: dict[Key, Vote] = {}
+        if self._problem and not self._group_problem:
+            votes[HealthKey()] = Vote(KVPoll.Failed, cause=self._problem)
+        elif self._group_problem and not self._problem:
+            # Well again once each rank says so: one that is not keeps its silence.
+            votes[HealthKey()] = Vote(KVPoll.Success)
         for key in list(self._changed):
             vote = self._vote(self._by_key[key]) if key in self._by_key else None
             if vote is None:
@@ -187,7 +200,16 @@ class Gate:
             return Vote(local.poll, local.released, terms=entry.terms, allocation=allocation)
         return None
 
+    def _apply_health(self, verdict: Verdict) -> list[EndpointEvent]:
+        problem = verdict.cause if verdict.poll == KVPoll.Failed else ""
+        if bool(problem) == bool(self._group_problem):
+            return []
+        self._group_problem = problem
+        return [HealthChanged(key=verdict.key, problem=problem)]
+
     def _apply_one(self, verdict: Verdict) -> tuple[list[EndpointEvent], list[GateOrder]]:
+        if isinstance(verdict.key, HealthKey):
+            return self._apply_health(verdict), []
         entry = self._by_key.get(verdict.key)
         if entry is None:
             if verdict.poll == KVPoll.Failed and not verdict.released:

@@ -15,7 +15,7 @@ from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
 from pdkv.protocol import Identity
-from pdkv.request.agree import OpenKey
+from pdkv.request.agree import HealthKey, OpenKey
 from pdkv.request.events import Event, Evict, Finish, Outcome, PageIds, TokensComputed
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
@@ -78,6 +78,7 @@ class PrefillEndpoint(Endpoint):
 
     def _forget(self, event: Released) -> None:
         super()._forget(event)
+        assert not isinstance(event.key, HealthKey)
         handle = self._rooms.get(event.key.room)
         if handle is not None and handle.id == event.handle:
             del self._rooms[event.key.room]

@@ -2,6 +2,7 @@
 
 from pdkv.protocol import Identity
 from pdkv.request.agree import (
+    HealthKey,
     Key,
     OpenKey,
     Verdict,
@@ -18,6 +19,7 @@ from pdkv.request.states import Allocation, KVPoll, Memory
 
 __all__ = [
     "Allocation",
+    "HealthKey",
     "Identity",
     "KVPoll",
     "Key",

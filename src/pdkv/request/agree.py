@@ -14,7 +14,16 @@ from pdkv.errors import RemoteProtocolError
 from pdkv.protocol import Identity, fit_text
 from pdkv.request.states import KVPoll
 
-__all__ = ["Key", "OpenKey", "Verdict", "Vote", "agree", "decode_votes", "encode_votes"]
+__all__ = [
+    "HealthKey",
+    "Key",
+    "OpenKey",
+    "Verdict",
+    "Vote",
+    "agree",
+    "decode_votes",
+    "encode_votes",
+]
 
 
 class OpenKey(msgspec.Struct, frozen=True, array_like=True, tag="open", order=True):
@@ -24,7 +33,11 @@ class OpenKey(msgspec.Struct, frozen=True, array_like=True, tag="open", order=Tr
     open_count: int
 
 
-Key = Identity | OpenKey
+class HealthKey(msgspec.Struct, frozen=True, array_like=True, tag="health", order=True):
+    """The health of the group, of which each rank votes as it finds itself: Success or Failed."""
+
+
+Key = Identity | OpenKey | HealthKey
 
 
 class Vote(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +66,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
     """What every rank of the group applies."""
 
-    key: OpenKey | Identity
+    key: Key
     poll: int
     released: bool
     cause: str = ""
@@ -67,7 +80,7 @@ def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
 
     A key unknown on some rank is undecided, but Failed absorbs unknown. Success needs all ranks;
     memory is released when every rank has it quiet, and an allocation is where the last rank is.
-    A failure that is more than an eviction gives the cause.
+    A failure that is more than an eviction gives the cause. One unhealthy rank makes the group so.
     """
     keys = {key for rank in votes for key in rank}
     verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in sorted(keys, key=_order))
@@ -75,7 +88,7 @@ def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
 
 
 def _order(key: Key) -> tuple[object, ...]:
-    kind = 0 if isinstance(key, OpenKey) else 1
+    kind = (HealthKey, OpenKey, Identity).index(type(key))
     return (kind, *msgspec.structs.astuple(key))
 
 
@@ -108,11 +121,12 @@ def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
 
 
 class _Entry(msgspec.Struct, frozen=True, array_like=True):
-    """One vote on its way: exactly one of the two keys is set."""
+    """One vote on its way: exactly one of the keys is set."""
 
     vote: Vote
     identity: Identity | None = None
     open_key: OpenKey | None = None
+    is_health: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -121,12 +135,13 @@ _decoder = msgspec.msgpack.Decoder(list[_Entry])
 
 def encode_votes(votes: Mapping[Key, Vote]) -> bytes:
     """The bytes that a rank gives to its engine's collective."""
-    return _encoder.encode(
-        [
-            _Entry(vote, open_key=key) if isinstance(key, OpenKey) else _Entry(vote, key)
-            for key, vote in votes.items()
-        ]
-    )
+    return _encoder.encode([_entry(key, vote) for key, vote in votes.items()])
+
+
+def _entry(key: Key, vote: Vote) -> _Entry:
+    if isinstance(key, HealthKey):
+        return _Entry(vote, is_health=True)
+    return _Entry(vote, open_key=key) if isinstance(key, OpenKey) else _Entry(vote, key)
 
 
 def decode_votes(data: bytes) -> dict[Key, Vote]:
@@ -138,6 +153,8 @@ def decode_votes(data: bytes) -> dict[Key, Vote]:
     votes: dict[Key, Vote] = {}
     for entry in entries:
         key: Key | None = entry.open_key or entry.identity
+        if entry.is_health:
+            key = HealthKey()
         if key is None:
             raise RemoteProtocolError("vote without a key")
         votes[key] = entry.vote
