@@ -126,12 +126,21 @@ class Endpoint:
         if self._is_draining or self.node.core is not self._core or self.node.is_asleep:
             raise ConfigError("the endpoint drains, sleeps or is closed: it admits nothing")
 
-    def _cancel(self, ref: Identity | int, cause: str, *, recompute: bool = False) -> None:
+    def _cancel(
+        self,
+        ref: Identity | int,
+        cause: str,
+        *,
+        recompute: bool = False,
+        identity: Identity | None = None,
+    ) -> None:
         """An abort; after the node's close there is nothing left to give up."""
         if self.node.is_closed:
             return
         requests = self.node.core.requests
-        self.node.call(lambda now: requests.cancel(ref, cause, now, recompute=recompute))
+        self.node.call(
+            lambda now: requests.cancel(ref, cause, now, recompute=recompute, identity=identity)
+        )
 
     def _watch(
         self,
@@ -148,7 +157,9 @@ class Endpoint:
         requests = self.node.core.requests
         for order in orders:
             if order.verb == "cancel":
-                self._cancel(order.ref, order.cause, recompute=order.recompute)
+                self._cancel(
+                    order.ref, order.cause, recompute=order.recompute, identity=order.identity
+                )
             elif order.verb == "forget":
                 self.node.call(lambda now, ref=order.ref: requests.forget(ref, now))  # type: ignore[misc]
             elif order.verb == "allocate":

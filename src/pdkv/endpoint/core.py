@@ -159,6 +159,9 @@ class NodeCore:
 
     def _on_frame(self, data: bytes, now: float) -> None:
         frame = decode_frame(data)
+        if self.links.is_gone(frame.from_incarnation):
+            self.counters["frames_of_the_gone"] += 1
+            return
         try:
             message = decode(frame.body)
         except RemoteProtocolError:
@@ -191,7 +194,7 @@ class NodeCore:
         for old in self.links.peers.others_at(hello.address, frame.from_incarnation):
             if old.state not in (PeerState.LOST, PeerState.GONE):
                 old.state = PeerState.LOST
-                self.requests.tell_all(old, PeerLost(old.rank_id, "restarted"))
+                self._lose(old, "restarted")
         peer = self.links.on_hello(frame, hello, now)
         if peer is None:
             return
@@ -199,6 +202,10 @@ class NodeCore:
         peer.heard_at = now
         if hello.is_reply:
             self.requests.tell_all(peer, PeerReady(peer.rank_id))
+
+    def _lose(self, peer: Peer, cause: str) -> None:
+        self.requests.tell_all(peer, PeerLost(peer.rank_id, cause))
+        self.requests.rooms.drop_early(peer.key[0])
 
     def _on_refused(self, rank_id: int, refused: Refused) -> None:
         peer = self.links.on_refused((refused.asked, rank_id), refused)
@@ -229,8 +236,8 @@ class NodeCore:
                 self._to_receiver(peer, identity, PeerFailed(peer.rank_id, cause))
             case Recompute(identity, cause):
                 self._to_receiver(peer, identity, PeerRecompute(peer.rank_id, cause))
-            case Quiesced(identity):
-                self._to_receiver(peer, identity, PeerQuiet(peer.rank_id))
+            case Quiesced(identity, cause):
+                self._to_receiver(peer, identity, PeerQuiet(peer.rank_id, cause))
             case Computed(identity, outcome, num_tokens):
                 self._on_computed(peer, identity, outcome, num_tokens)
             case Sent():
@@ -325,8 +332,7 @@ class NodeCore:
     def _tick(self, now: float) -> None:
         self._ticked_at = now
         for peer in self.links.lost(now):
-            silent = f"silent for {now - peer.heard_at:.1f} s"
-            self.requests.tell_all(peer, PeerLost(peer.rank_id, silent))
+            self._lose(peer, f"silent for {now - peer.heard_at:.1f} s")
         self.links.greet_again(now)
         self.requests.tick(now)
         self.problem = "; ".join(self.requests.problems())

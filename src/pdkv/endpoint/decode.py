@@ -12,7 +12,7 @@ from pdkv.endpoint.base import Endpoint, as_int
 from pdkv.endpoint.events import Change, Released, TransferStats
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
-from pdkv.plan import Pairing, validate
+from pdkv.plan import Pairing
 from pdkv.protocol import Identity, pack_page_ids
 from pdkv.rendezvous import EngineRecord
 from pdkv.request import Allocation, KVPoll, ReceiverAnnouncement, ReceiverRequest
@@ -39,7 +39,7 @@ class DecodeEndpoint(Endpoint):
         key = prefill.layout.fingerprint()
         if key not in self._pairings:
             try:
-                self._pairings[key] = validate(prefill.layout, self.node.layout)
+                self._pairings[key] = self.node.planner(prefill.layout, self.node.layout)
             except LayoutMismatch as mismatch:
                 self._pairings[key] = mismatch
         found = self._pairings[key]

@@ -181,6 +181,7 @@ class Gate:
                 local.poll,
                 local.released,
                 local.cause,
+                local.candidate,
                 terms=entry.terms,
                 recompute=local.recompute,
             )
@@ -250,8 +251,9 @@ class Gate:
             entry.cause, entry.recompute = verdict.cause, verdict.recompute
             kind = Recompute if verdict.recompute else RequestFailed
             events.append(kind(key=entry.key, handle=entry.handle, cause=verdict.cause))
+            recompute, met = verdict.recompute, verdict.identity
             orders.append(
-                GateOrder("cancel", entry.ref, cause=verdict.cause, recompute=verdict.recompute)
+                GateOrder("cancel", entry.ref, met, cause=verdict.cause, recompute=recompute)
             )
             return
         if isinstance(entry.key, OpenKey):

@@ -6,7 +6,7 @@ Knows nothing of requests; what a peer says about them is handed on by the core.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 from pdkv.endpoint.events import Refusal
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
@@ -14,12 +14,13 @@ from pdkv.endpoint.records import LocalRank
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout
-from pdkv.plan import Pairing, validate
+from pdkv.plan import Pairing
 from pdkv.protocol import (
     Frame,
     Goodbye,
     Hello,
     HelloHead,
+    Identity,
     Message,
     Refused,
     encode_frame,
@@ -50,11 +51,29 @@ class Links:
         self._local = local
         self._counters = counters
         self._pairings: dict[str, Pairing] = {}
+        self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
 
     def get(self, key: PeerKey) -> Peer | None:
         """The peer under this key, if known."""
         return self.peers.get(key)
+
+    def declare_gone(self, incarnation: bytes) -> None:
+        """That life is over: nothing is said to it, and what still arrives from it is dropped."""
+        self._gone[incarnation] = None
+        while len(self._gone) > self._local.limits.max_peers:
+            self._gone.popitem(last=False)
+        for peer in self.peers.of_engine(incarnation):
+            peer.state = PeerState.GONE
+
+    def leave(self, identity: Identity) -> None:
+        """This request needs its peers no longer."""
+        for peer in self.peers:
+            peer.requests.discard(identity)
+
+    def is_gone(self, incarnation: bytes) -> bool:
+        """Whether that life was declared over."""
+        return incarnation in self._gone
 
     def send(self, peer: Peer, message: Message, now: float) -> None:
         """One frame. A full way drops it: every message is asked for or sent again."""
@@ -90,7 +109,8 @@ class Links:
         peer = self.peers.add(key, engine.addresses[rank_id])
         if peer is None:
             return None
-        if peer.state is PeerState.GONE:
+        if peer.state is PeerState.GONE or engine.incarnation in self._gone:
+            peer.state = PeerState.GONE
             return peer
         peer.wants_greeting = True
         peer.grid = pairing.grid if pairing else 0
@@ -200,7 +220,7 @@ class Links:
         """This engine as the source of `dst`, computed once per layout."""
         key = dst.fingerprint()
         if key not in self._pairings:
-            self._pairings[key] = validate(self._local.layout, dst)
+            self._pairings[key] = self._local.planner(self._local.layout, dst)
         return self._pairings[key]
 
     def refuse_asleep(self, frame: Frame, hello: Hello) -> None:

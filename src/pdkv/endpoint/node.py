@@ -17,7 +17,7 @@ from typing import Self
 
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change, Health
-from pdkv.endpoint.records import LocalRank
+from pdkv.endpoint.records import LocalRank, Planner
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
@@ -40,7 +40,8 @@ class Node:
 
     `pool`: this rank's addresses (`KVPool.layout(aux)`, or the engine's own). `aux` must be the
     buffers whose region `pool` names. `incarnation`: 16 random bytes, one per life of the engine,
-    the same on all its ranks. Takes ownership of `backend` and `control` and closes them.
+    the same on all its ranks. `planner`: who pairs two layouts; nodes of one process may share one
+    that remembers. Takes ownership of `backend` and `control` and closes them.
     """
 
     def __init__(
@@ -56,13 +57,15 @@ class Node:
         limits: Limits | None = None,
         threaded: bool = True,
         clock: Callable[[], float] = time.monotonic,
+        planner: Planner = validate,
     ) -> None:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
         self.layout = layout
         self.rank_id = rank_id
         self.limits = limits or Limits()
-        self.own_pairing: Pairing = validate(layout, layout)
+        self.planner = planner
+        self.own_pairing: Pairing = planner(layout, layout)
         self.pool: PoolLayout
         self.aux: AuxBuffers
         self.incarnation: bytes
@@ -218,7 +221,14 @@ class Node:
         self.core = NodeCore(
             backend=self._backend,
             control=self._control,
-            local=LocalRank(self.layout, self.rank_id, pool, incarnation, self.limits),
+            local=LocalRank(
+                self.layout,
+                self.rank_id,
+                pool,
+                incarnation,
+                self.limits,
+                planner=self.planner,
+            ),
             aux=aux,
             clock=self._clock,
         )

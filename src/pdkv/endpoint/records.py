@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
+from pdkv.plan import Pairing, validate
 from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
 from pdkv.request.events import Outcome
 from pdkv.request.machine import Machine
@@ -17,7 +18,10 @@ from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import Allocation, KVPoll
 
-__all__ = ["Early", "Graveyard", "LocalRank", "Receiving", "Sending", "Tombstone"]
+__all__ = ["Early", "Graveyard", "LocalRank", "Planner", "Receiving", "Sending", "Tombstone"]
+
+Planner = Callable[[EngineLayout, EngineLayout], Pairing]
+"""Pairs two engines as `validate` does, and raises what it raises."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,7 @@ class LocalRank:
     incarnation: bytes
     limits: Limits
     versions: tuple[int, int] = (MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)
+    planner: Planner = validate
 
 
 @dataclass
@@ -79,6 +84,12 @@ class Sending:
     stats: TransferStats
     told: tuple[object, ...] = ()
 
+    def is_free_for(self, identity: Identity) -> bool:
+        """Whether this rank's handle could yet turn out to be that attempt's, and does not know."""
+        machine = self.machine
+        is_open = not machine.is_bound and not machine.poll.is_terminal
+        return is_open and machine.identity != identity
+
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
@@ -92,7 +103,7 @@ class Sending:
             poll=machine.poll,
             released=machine.is_over,
             cause=machine.cause,
-            candidate=machine.candidate,
+            candidate=machine.identity if machine.poll is KVPoll.Failed else machine.candidate,
             outcome=machine.finish.outcome if machine.finish else Outcome.CONTINUE,
             num_tokens=machine.covered,
             stats=self.stats,
@@ -132,13 +143,21 @@ class Early:
     since: float = 0.0
 
 
+@dataclass
+class _DeadRoom:
+    cause: str
+    recompute: bool
+    since: float
+    asked_by: Identity | None = None
+
+
 class Graveyard:
     """Outcomes of what is over, bounded, so that late messages get an answer."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._tombstones: OrderedDict[Identity, Tombstone] = OrderedDict()
-        self._rooms: OrderedDict[int, tuple[str, bool, float]] = OrderedDict()
+        self._rooms: OrderedDict[int, _DeadRoom] = OrderedDict()
 
     def bury(self, tombstone: Tombstone) -> None:
         """Remember an identity; the oldest is forgotten above the limit."""
@@ -152,13 +171,20 @@ class Graveyard:
 
     def bury_room(self, room: int, cause: str, now: float, *, recompute: bool = False) -> None:
         """Remember a room that failed before any reader asked for it."""
-        self._rooms[room] = (cause, recompute, now)
+        self._rooms[room] = _DeadRoom(cause, recompute, now)
         while len(self._rooms) > self._limits.max_unknown_rooms:
             self._rooms.popitem(last=False)
 
-    def cause_of_room(self, room: int) -> tuple[str, bool]:
-        """Why a room failed before anybody asked (no cause: it did not), and whether evicted."""
-        return self._rooms.get(room, ("", False, 0.0))[:2]
+    def cause_of_room(self, room: int, identity: Identity) -> tuple[str, bool]:
+        """Why a room failed before anybody asked (no cause: it did not), and whether evicted.
+
+        The first to ask is who it was opened for: whoever asks after that is served anew.
+        """
+        dead = self._rooms.get(room)
+        if dead is None:
+            return "", False
+        dead.asked_by = dead.asked_by or identity
+        return (dead.cause, dead.recompute) if dead.asked_by == identity else ("", False)
 
     def reopen(self, room: int) -> None:
         """The engine serves the room again."""
@@ -167,7 +193,7 @@ class Graveyard:
     def expire(self, now: float) -> None:
         """Forget rooms that nobody asked for in time."""
         while self._rooms:
-            room, (_, _, since) = next(iter(self._rooms.items()))
-            if now - since < self._limits.unknown_room_s:
+            room, dead = next(iter(self._rooms.items()))
+            if now - dead.since < self._limits.unknown_room_s:
                 break
             del self._rooms[room]

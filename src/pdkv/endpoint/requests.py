@@ -224,10 +224,16 @@ class Requests:
             return
         # A newer attempt came between this rank's vote and the verdict. The verdict stands: the
         # handle is the older one's, which is superseded; the newer one waits for an open.
-        newer = machine.readers.latest()
-        machine.give_to(identity)
-        attempt = next((asking.identity.attempt for asking in newer.values()), 0)
-        self._feed(owner, Cancel(f"superseded by attempt {attempt}"), now)
+        newer = machine.readers.latest().values()
+        attempt = next((asking.identity.attempt for asking in newer), 0)
+        self._end_for(owner, identity, Cancel(f"superseded by attempt {attempt}"), now)
+
+    def _end_for(self, owner: Sending, identity: Identity, end: Cancel, now: float) -> None:
+        """End a handle that is not bound here as that attempt's; what another attempt has asked
+        for meanwhile waits for an open of its own."""
+        newer = owner.machine.readers.latest()
+        owner.machine.give_to(identity)
+        self._feed(owner, end, now)
         self.rooms.give_back(newer, now)
 
     def feed_sender(self, handle: int, event: Event, now: float) -> None:
@@ -239,12 +245,23 @@ class Requests:
     # -- commands of both ---------------------------------------------------------------------
 
     def cancel(
-        self, ref: Identity | int, cause: str, now: float, *, recompute: bool = False
+        self,
+        ref: Identity | int,
+        cause: str,
+        now: float,
+        *,
+        recompute: bool = False,
+        identity: Identity | None = None,
     ) -> None:
-        """The engine or the group gave up."""
+        """The engine or the group gave up; `identity`: whom the group's handle had met."""
         owner = self.senders.get(ref) if isinstance(ref, int) else self.receivers.get(ref)
-        if owner is not None:
-            self._feed(owner, Cancel(cause, recompute), now)
+        if owner is None:
+            return
+        end = Cancel(cause, recompute)
+        if isinstance(owner, Sending) and identity is not None and owner.is_free_for(identity):
+            self._end_for(owner, identity, end, now)
+        else:
+            self._feed(owner, end, now)
 
     def forget(self, ref: Identity | int, now: float) -> None:
         """The group applied Released: only a tombstone stays."""
@@ -257,21 +274,17 @@ class Requests:
                 return
             self.rooms.forget(sending, now)
             if sending.machine.identity is not None:
-                self._leave_peers(sending.machine.identity)
+                self._links.leave(sending.machine.identity)
         else:
             self.receivers.pop(ref, None)
-            self._leave_peers(ref)
-
-    def _leave_peers(self, identity: Identity) -> None:
-        for peer in self._links.peers:
-            peer.requests.discard(identity)
+            self._links.leave(ref)
 
     # -- peers and time ---------------------------------------------------------------------------
 
     def declare_gone(self, incarnation: bytes, now: float) -> None:
         """The operator's proof: that life of that engine is over and can't write any more."""
-        for peer in self._links.peers.of_engine(incarnation):
-            peer.state = PeerState.GONE
+        self._links.declare_gone(incarnation)
+        self.rooms.drop_early(incarnation)
         for owner in self.owners():
             if self.engine_of(owner) == incarnation:
                 for rank_id in self.peer_ranks(owner):

@@ -124,7 +124,7 @@ class Rooms:
             return
         machine = owner.machine if owner is not None else None
         current = machine.identity if machine is not None else None
-        failed, recompute = self._dead.cause_of_room(identity.room)
+        failed, recompute = self._dead.cause_of_room(identity.room, identity)
         if machine is not None and machine.poll is KVPoll.Failed and current is None:
             failed, recompute = machine.cause, machine.is_recompute
         if failed:
@@ -146,6 +146,9 @@ class Rooms:
 
     def _give(self, owner: Sending, peer: Peer, asking: Asking) -> None:
         assert peer.pairing is not None
+        replaced = owner.machine.identity
+        if replaced is not None and replaced != asking.identity:
+            self._links.leave(replaced)
         peer.requests.add(asking.identity)
         if isinstance(asking, TransferInfo):
             event: Event = InfoReceived(peer.rank_id, asking, peer.pairing)
@@ -203,8 +206,19 @@ class Rooms:
                 self._refuse(peer, identity, f"superseded by attempt {known.attempt}", now)
                 return
             early.asking.clear()
+            self._links.leave(known)
         early.asking[peer.key] = asking
         peer.requests.add(identity)
+
+    def drop_early(self, incarnation: bytes) -> None:
+        """That engine is lost or gone: what it asked for must not keep a room from others. If it
+        lives and still wants it, it asks again."""
+        for room, early in list(self._early.items()):
+            gone = {asking.identity for asking in early.asking.values()}
+            if any(identity.incarnation == incarnation for identity in gone):
+                del self._early[room]
+                for identity in gone:
+                    self._links.leave(identity)
 
     def on_abort(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """A reader gave up. Whatever this rank knows of the identity, Quiesced must follow."""
@@ -218,7 +232,8 @@ class Rooms:
             if not early.asking:
                 del self._early[identity.room]
         self._dead.bury(Tombstone(identity, cause))
-        self._links.send(peer, Quiesced(identity), now)
+        self._links.leave(identity)
+        self._links.send(peer, Quiesced(identity, cause), now)
 
     def on_ask(self, peer: Peer, identity: Identity, now: float) -> None:
         """A reader misses news of a request: the live machine answers, or the tombstone."""
@@ -273,7 +288,7 @@ class Rooms:
         """Nothing was and nothing will be written for this identity to this peer."""
         kind = Recompute if recompute else Failed
         self._links.send(peer, kind(identity, cause), now)
-        self._links.send(peer, Quiesced(identity), now)
+        self._links.send(peer, Quiesced(identity, cause), now)
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -298,6 +313,7 @@ class Rooms:
         for key, asking in early.asking.items():
             peer = self._links.get(key)
             self._dead.bury(Tombstone(asking.identity, cause))
+            self._links.leave(asking.identity)
             if peer is not None:
                 self._refuse(peer, asking.identity, cause, now)
 

@@ -247,9 +247,14 @@ class Failed(Message, frozen=True, tag="failed"):
 
 
 class Quiesced(Message, frozen=True, tag="quiesced"):
-    """None of my writes for this identity is or will be in flight."""
+    """None of my writes for this identity is or will be in flight. `cause`: why my side failed, so
+    that it arrives even where Failed was lost."""
 
     identity: Identity
+    cause: Text = ""
+
+    def __post_init__(self) -> None:
+        _fit_texts(self, "cause")
 
 
 class Ask(Message, frozen=True, tag="ask"):

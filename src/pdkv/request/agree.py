@@ -43,7 +43,8 @@ Key = Identity | OpenKey | HealthKey
 class Vote(msgspec.Struct, frozen=True, array_like=True):
     """What one rank knows of one request and its group has not applied yet.
 
-    `candidate`: the identity whose TransferInfos are complete here (prefill, before binding).
+    `candidate`: the identity whose TransferInfos are complete here (prefill, before binding); of
+    a failed handle the one it had met, if any.
     `terms`: (num_tokens, decode_prefix_len) as this rank was told; ranks that differ fail.
     `allocation`: how far late allocation is on this rank. `recompute`: Failed since prefill
     evicted what it had computed. `cause` is cut like a text of the wire.
@@ -101,8 +102,8 @@ def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
     )
     failed = failures[0] if failures else None
     if failed is not None:
-        recompute = failed.recompute
-        return Verdict(key, KVPoll.Failed, released, failed.cause, recompute=recompute)
+        recompute, met = failed.recompute, failed.candidate
+        return Verdict(key, KVPoll.Failed, released, failed.cause, met, recompute=recompute)
     if len({vote.terms for vote in known}) > 1:
         terms = sorted({vote.terms for vote in known})
         cause = f"ranks of one engine differ in (num_tokens, decode_prefix_len): {terms}"

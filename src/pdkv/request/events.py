@@ -98,9 +98,11 @@ class PeerLost(Event, frozen=True):
 
 
 class PeerQuiet(Event, frozen=True):
-    """Proof that this peer's writes can't touch me: it said Quiesced, is fenced, declared gone."""
+    """Proof that this peer's writes can't touch me: it said Quiesced, is fenced, declared gone.
+    `cause`: why its side of the request failed, where it said so."""
 
     peer: int
+    cause: str = ""
 
 
 class PeerFailed(Event, frozen=True):

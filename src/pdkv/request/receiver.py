@@ -163,12 +163,12 @@ class ReceiverMachine(Machine):
                 return self._fail(f"prefill rank {peer}: {cause}", now, recompute=True)
             case PeerLost(peer, cause) if peer in self.peers:
                 return self._fail(f"prefill rank {peer} lost: {cause}", now)
-            case PeerQuiet(peer):
+            case PeerQuiet(peer, cause):
                 self._unquiet.discard(peer)
                 back = self.arrivals.take_back([peer])
                 if peer in self.peers and not self.poll.is_terminal:
-                    cause = f"prefill rank {peer} stopped writing before it was done"
-                    back += self._fail(cause, now)
+                    cause = cause or "stopped writing before it was done"
+                    back += self._fail(f"prefill rank {peer}: {cause}", now)
                 return back
             case _:
                 pass

@@ -221,7 +221,7 @@ class SenderMachine(Machine):
         busy = self._outbox.busy_peers() | self.unsettled
         if self.identity is not None:
             for peer in sorted(self._owed_quiesced - busy):
-                actions.append(SendToPeer(peer, Quiesced(self.identity)))
+                actions.append(SendToPeer(peer, Quiesced(self.identity, self.cause)))
             self._owed_quiesced &= busy
         if not busy:
             self._quiet()

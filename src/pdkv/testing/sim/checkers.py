@@ -1,0 +1,190 @@
+"""The rules of the design as code, apart from the simulator and from what they check.
+
+Each checker is told what happens and raises `Violation` at the first moment that breaks its rule.
+Bytes, ownership, canaries and aux rows have theirs in `memory` and `fabric`, where they land.
+Layer 6.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdkv.endpoint import Bootstrapped, EndpointEvent, Released, RequestFailed, Succeeded
+from pdkv.protocol import Identity
+from pdkv.testing.sim.engine import SimEngine, SimRank
+from pdkv.testing.sim.memory import Violation
+
+__all__ = ["Attempt", "Checkers", "Trouble", "check_idle"]
+
+
+@dataclass(eq=False)
+class Attempt:
+    """One request as one engine's group knows it: an identity at decode, a handle at prefill."""
+
+    key: Any
+    prompt: int
+    engine: SimEngine
+    started_at: float
+    peer: int | None = None
+    serves: Identity | None = None
+    blames: set[str] = field(default_factory=set)
+    outcome: str = ""
+    cause: str = ""
+    ended_at: float = 0.0
+    is_released: bool = False
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """Something that may cost requests between two engines, or all of one, in [since, until]."""
+
+    kind: str
+    since: float
+    until: float
+    one: int
+    two: int | None
+
+    def touches(self, attempt: Attempt, now: float) -> bool:
+        """Whether an attempt lived in it."""
+        ended = attempt.ended_at or now
+        engines = {attempt.engine.index, attempt.peer}
+        if self.until < attempt.started_at or ended < self.since:
+            return False
+        if attempt.peer is None:
+            return attempt.engine.index in (self.one, self.two) or self.two is None
+        return self.one in engines and (self.two is None or self.two in engines)
+
+
+class Checkers:
+    """What all engines of a world are held to."""
+
+    def __init__(self, deadline_s: float) -> None:
+        self.deadline_s = deadline_s
+        self.attempts: dict[Any, Attempt] = {}
+        self.troubles: list[Trouble] = []
+        self.roots: dict[int, set[str]] = {}  # by prompt: what was done to it on purpose
+        self.rooms: dict[int, list[int]] = {}  # by prompt: who had its room before
+        self._by_rank: defaultdict[tuple[str, Any], list[str]] = defaultdict(list)
+
+    def start(self, key: Any, prompt: int, engine: SimEngine, now: float) -> Attempt:
+        """A group begins a request; each of its ranks may say so."""
+        found = self.attempts.get(key)
+        if found is None:
+            found = self.attempts[key] = Attempt(key, prompt, engine, now)
+        return found
+
+    def saw(self, rank: SimRank, event: EndpointEvent, now: float) -> None:
+        """A rank's scheduler sees an event: outcomes are final, and Released comes last."""
+        key = _key(rank, event)
+        attempt = self.attempts.get(key)
+        if attempt is None:
+            raise Violation("outcome", f"{type(event).__name__} of {key}, which nobody asked for")
+        told = self._by_rank[rank.key, key]
+        kind = type(event).__name__
+        if isinstance(event, Succeeded | RequestFailed):
+            if {"Succeeded", "RequestFailed"} & set(told):
+                raise Violation("outcome", f"{key} ended twice on {rank.key}: {told} + {kind}")
+            outcome = kind if isinstance(event, Succeeded) else f"{kind}: {event.cause}"
+            self._agree(attempt, rank, event, outcome, now)
+        elif isinstance(event, Bootstrapped) and event.handle:
+            attempt.serves = event.identity
+        elif isinstance(event, Released):
+            if not told or told[-1] not in ("Succeeded", "RequestFailed"):
+                raise Violation("outcome", f"{key} is released on {rank.key} after {told}")
+            attempt.is_released = True
+        told.append(kind)
+
+    def _agree(
+        self, attempt: Attempt, rank: SimRank, event: EndpointEvent, outcome: str, now: float
+    ) -> None:
+        if not attempt.outcome:
+            attempt.outcome, attempt.ended_at = outcome, now
+            attempt.cause = event.cause if isinstance(event, RequestFailed) else ""
+        elif attempt.outcome != outcome:
+            raise Violation(
+                "group", f"{attempt.key}: {rank.key} saw {outcome!r}, others {attempt.outcome!r}"
+            )
+
+    def iterated(self, engine: SimEngine) -> None:
+        """Ranks of a group never differ in what they saw and in what is free."""
+        ranks = engine.ranks
+        free = [rank.scheduler.num_free() for rank in ranks]
+        if any(f[1] != free[0][1] for f in free):
+            raise Violation("group", f"ranks of {engine.spec.name} differ in free rows: {free}")
+        first = [(type(e), e.key, e.handle) for e in ranks[0].seen]
+        for rank in ranks:
+            if [(type(e), e.key, e.handle) for e in rank.seen] != first:
+                raise Violation("group", f"{rank.key} saw other events than rank 0")
+            rank.seen = []
+
+    def overdue(self, now: float) -> None:
+        """Every request has an outcome within the deadline."""
+        for attempt in self.attempts.values():
+            waited = now - attempt.started_at
+            if not attempt.outcome and attempt.engine.is_alive and waited > self.deadline_s:
+                raise Violation("deadline", f"{attempt.key} has no outcome after {waited:.1f} s")
+
+    def conclude(self, now: float) -> None:
+        """At the end: everything has an outcome and was released, nothing failed for no reason,
+        and what was done to a request on purpose is what both sides tell of it."""
+        self._blame(now)
+        for attempt in self.attempts.values():
+            if not attempt.engine.is_alive:
+                continue
+            if not attempt.is_released:
+                text = attempt.outcome or "no outcome"
+                raise Violation("idle", f"{attempt.key} was never released ({text})")
+            if attempt.cause:
+                self._check_cause(attempt)
+
+    def _blame(self, now: float) -> None:
+        for attempt in self.attempts.values():
+            attempt.blames.update(t.kind for t in self.troubles if t.touches(attempt, now))
+        for attempt in self.attempts.values():
+            if attempt.serves is not None and attempt.serves in self.attempts:
+                attempt.blames |= self.attempts[attempt.serves].blames
+
+    def _check_cause(self, attempt: Attempt) -> None:
+        roots = self.roots[attempt.prompt]
+        before = [root for prompt in self.rooms[attempt.prompt] for root in self.roots[prompt]]
+        if not isinstance(attempt.key, Identity) and attempt.serves is None:
+            return  # the router opened it for a try that decode had given up
+        if attempt.blames or any(root in attempt.cause for root in (*roots, *before)):
+            return
+        if roots:
+            text = f"{attempt.key}: {sorted(roots)} became {attempt.cause!r}"
+            raise Violation("cause", text)
+        if isinstance(attempt.key, Identity):
+            text = f"{attempt.key} had nothing in its way: {attempt.cause!r}"
+            raise Violation("liveness", text)
+
+
+def _key(rank: SimRank, event: EndpointEvent) -> Any:
+    return (rank.engine.incarnation, event.handle) if event.handle else event.key
+
+
+def check_idle(engine: SimEngine) -> None:
+    """At idle everything was returned, in the engine and in its nodes."""
+    for rank in engine.ranks:
+        core = rank.node.core
+        early = {i.identity for e in core.requests.rooms._early.values() for i in e.asking.values()}
+        left = {
+            "receivers": len(core.requests.receivers),
+            "senders": len(core.requests.senders),
+            "identities": len(core.requests.rooms.by_identity),
+            "exposed pages": len(rank.endpoint.exposed_pages()),
+            "gate entries": rank.endpoint.num_live,
+            "writes in flight": rank.backend.num_in_flight,
+            "internal errors": core.counters["internal_errors"],
+            "malformed frames": core.counters["malformed"],
+            "requests of peers": sum(len(p.requests - early) for p in core.links.peers),
+        }
+        wrong = {name: count for name, count in left.items() if count}
+        free = rank.scheduler.num_free()
+        if wrong or free != (rank.memory.num_pages, rank.aux.num_rows):
+            raise Violation("idle", f"{rank.key} keeps {wrong}, and has {free} free")
+        rank.memory.check_canaries()
+        if not rank.memory.is_empty():
+            raise Violation("idle", f"{rank.key}: pages belong to a request that is over")

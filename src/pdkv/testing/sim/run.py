@@ -1,0 +1,141 @@
+"""Many seeds, one after the other; and what is said when one breaks a rule. Layer 6."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from pdkv.testing.sim.memory import Violation
+from pdkv.testing.sim.planner import SimPlanner
+from pdkv.testing.sim.scenario import Scenario, draw, layouts
+from pdkv.testing.sim.shrink import shrink
+from pdkv.testing.sim.world import Result, Schedulers, World
+
+__all__ = ["Failure", "Report", "Simulator"]
+
+_EXACT_EVERY = 32
+
+
+class Failure(AssertionError):
+    """A seed broke a rule. The text has the seed, the shortest schedule found, and a snippet."""
+
+    def __init__(self, violation: Violation, scenario: Scenario, full: Scenario) -> None:
+        super().__init__(_describe(violation, scenario, full))
+        self.violation = violation
+        self.scenario = scenario
+
+
+@dataclass
+class Report:
+    """What a batch of seeds did. `effects`: in how many seeds each kind of fault took effect."""
+
+    num_seeds: int = 0
+    num_deliveries: int = 0
+    num_requests: int = 0
+    num_succeeded: int = 0
+    effects: Counter[str] = field(default_factory=Counter)
+
+    def add(self, result: Result) -> None:
+        """One more seed."""
+        self.num_seeds += 1
+        self.num_deliveries += result.num_deliveries
+        self.num_requests += result.num_requests
+        self.num_succeeded += result.num_succeeded
+        self.effects.update({kind: 1 for kind, count in result.effects.items() if count})
+
+    def histogram(self) -> str:
+        """One line a kind: its share of the seeds, most frequent first."""
+        return "\n".join(
+            f"{kind:24} {count / self.num_seeds:6.1%}" for kind, count in self.effects.most_common()
+        )
+
+
+class Simulator:
+    """Runs seeds. `schedulers` by role, `pairs` as `layouts()` gives them; each has a default.
+
+    Every 32nd seed asks the real planner for every tag; the others use plans from templates.
+    """
+
+    def __init__(
+        self,
+        *,
+        schedulers: Schedulers | None = None,
+        pairs: tuple[Any, ...] | None = None,
+        with_faults: bool = True,
+    ) -> None:
+        self._schedulers = schedulers
+        self._pairs = pairs or layouts()
+        self._with_faults = with_faults
+        self._planner = SimPlanner()
+        self._exact = SimPlanner(exact=True)
+
+    def scenario(self, seed: int) -> Scenario:
+        """What a seed stands for."""
+        return draw(seed, self._pairs, with_faults=self._with_faults)
+
+    def play(self, scenario: Scenario) -> Result:
+        """Run one scenario; Violation when a rule is broken."""
+        is_exact = scenario.seed % _EXACT_EVERY == 0
+        planner = self._exact if is_exact else self._planner
+        return World(scenario, planner=planner, schedulers=self._schedulers).run()
+
+    def run(self, seeds: Iterable[int]) -> Report:
+        """Run seeds until one fails: `Failure`."""
+        report = Report()
+        for seed in seeds:
+            scenario = self.scenario(seed)
+            violation = self.violation(scenario, report)
+            if violation is not None:
+                shortest = shrink(scenario, violation, self.violation)
+                raise Failure(self.violation(shortest) or violation, shortest, scenario)
+        return report
+
+    def replay(
+        self,
+        seed: int,
+        *,
+        requests: Sequence[int] | None = None,
+        faults: Sequence[int] | None = None,
+        has_jitter: bool = True,
+    ) -> Result:
+        """A seed again, with some of its requests (by prompt) and faults (by index) only."""
+        full = self.scenario(seed)
+        kept = tuple(r for r in full.requests if requests is None or r.prompt in requests)
+        injected = tuple(f for i, f in enumerate(full.faults) if faults is None or i in faults)
+        scenario = msgspec.structs.replace(
+            full, requests=kept, faults=injected, has_jitter=has_jitter
+        )
+        return self.play(scenario)
+
+    def violation(self, scenario: Scenario, report: Report | None = None) -> Violation | None:
+        """The first rule that a scenario breaks. An exception of the library is one as well."""
+        try:
+            result = self.play(scenario)
+        except Violation as violation:
+            return violation
+        except Exception as error:
+            return Violation("exception", f"{type(error).__name__}: {error}")
+        if report is not None:
+            report.add(result)
+        return None
+
+
+def _describe(violation: Violation, scenario: Scenario, full: Scenario) -> str:
+    prompts = tuple(request.prompt for request in scenario.requests)
+    indices = tuple(full.faults.index(fault) for fault in scenario.faults)
+    lines = [
+        f"seed {full.seed} breaks a rule: {violation}",
+        f"shortest schedule found ({len(scenario.requests)} of {len(full.requests)} requests, "
+        f"{len(scenario.faults)} of {len(full.faults)} faults):",
+        *(f"  {request}" for request in scenario.requests),
+        *(f"  {fault}" for fault in scenario.faults),
+        "again:",
+        "  from pdkv.testing.sim import Simulator",
+        f"  Simulator().replay({full.seed}, requests={prompts}, faults={indices}, "
+        f"has_jitter={scenario.has_jitter})",
+    ]
+    return "\n".join(lines)

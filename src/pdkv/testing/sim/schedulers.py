@@ -1,0 +1,282 @@
+"""Two tiny schedulers: what an engine's scheduler does around pdkv, and nothing else.
+
+They show the calls in order, and they are what `simulate` runs unless it is given others. One
+object per rank; each decides from its inputs and the group's events alone, so all ranks decide
+alike. Pages and aux rows are reused last in, first out: the soonest, so that a page that was
+released too early is overwritten at once. Layer 6.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdkv.endpoint import (
+    Bootstrapped,
+    EndpointEvent,
+    Outcome,
+    PrefillHandle,
+    Released,
+    RequestFailed,
+    Succeeded,
+)
+from pdkv.protocol import Identity
+from pdkv.testing.sim.engine import Input, SimEngine, SimRank
+from pdkv.testing.sim.scenario import RequestSpec
+
+__all__ = ["DecodeScheduler", "PrefillScheduler"]
+
+
+@dataclass(eq=False)
+class _Serving:
+    """A request at prefill, from `open` to Released."""
+
+    spec: RequestSpec
+    handle: PrefillHandle
+    pages: list[int] | None = None
+    aux_index: int = -1
+    num_computed: int = 0
+    is_over: bool = False
+    is_bound: bool = False
+    is_given_up: bool = False
+
+
+class PrefillScheduler:
+    """Opens rooms, computes prompts a piece at a time, hands over, frees on Released."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self.rank = rank
+        self.endpoint = rank.endpoint
+        self._free = list(range(rank.memory.num_pages - 1, -1, -1))
+        self._by_handle: dict[int, _Serving] = {}
+        self._by_room: dict[int, _Serving] = {}
+        self._waiting: deque[RequestSpec] = deque()  # their room is live yet
+        self._short: deque[_Serving] = deque()  # pages are short
+
+    def num_free(self) -> tuple[int, int]:
+        """(pages, aux rows) free here."""
+        return len(self._free), self.rank.aux.available
+
+    def num_waiting(self) -> int:
+        """Requests that wait for memory, or for their room."""
+        return len(self._waiting) + len(self._short)
+
+    def step(self, inputs: Sequence[Input], events: Sequence[EndpointEvent]) -> None:
+        """One iteration."""
+        for event in events:
+            self._on_event(event)
+        for item in inputs:
+            if item.verb == "arrive":
+                self._waiting.append(item.subject)
+            elif item.verb == "computed":
+                self._on_computed(item.subject)
+            elif item.verb == "abort":
+                self._abort(item.subject, item.value)
+            elif item.verb == "abandon":
+                self._abandon(item.subject, item.value)
+            elif item.verb == "gone":
+                self.endpoint.declare_gone(item.value)
+        for _ in range(len(self._waiting)):
+            self._open(self._waiting.popleft())
+        while self._short and self._begin(self._short[0]):
+            self._short.popleft()
+
+    def _on_event(self, event: EndpointEvent) -> None:
+        serving = self._by_handle[event.handle]
+        match event:
+            case Bootstrapped():
+                serving.is_bound = True
+                if serving.pages is None and serving not in self._short:
+                    self._short.append(serving)
+            case RequestFailed() | Succeeded():
+                serving.is_over = True
+                if serving in self._short:
+                    self._short.remove(serving)
+            case Released():
+                del self._by_handle[event.handle]
+                self._give_back(serving)
+
+    def _open(self, spec: RequestSpec) -> None:
+        earlier = self._by_room.get(spec.room)
+        if earlier is not None and not earlier.is_over:
+            self._waiting.append(spec)
+            return
+        handle = self.endpoint.open(spec.room, spec.num_tokens)
+        serving = _Serving(spec, handle)
+        self._by_handle[handle.id] = self._by_room[spec.room] = serving
+        self.rank.opened(handle.id, spec.prompt)
+        if spec.eager:
+            self._short.append(serving)
+
+    def _begin(self, serving: _Serving) -> bool:
+        """Take memory for the whole prompt, and compute; False while it is short."""
+        rank = self.rank
+        num = rank.memory.num_pages_of(serving.spec.num_tokens)
+        if num > len(self._free) or not rank.aux.available:
+            return False
+        serving.pages = [self._free.pop() for _ in range(num)]
+        row = rank.aux.alloc()
+        assert row is not None
+        serving.aux_index = row
+        content = rank.memory.content(serving.spec.prompt, serving.spec.num_tokens)
+        rank.memory.compute(serving.pages, content, range(num))
+        rank.after(serving.spec.compute_s, Input("computed", serving.handle.id))
+        return True
+
+    def _on_computed(self, handle_id: int) -> None:
+        serving = self._by_handle.get(handle_id)
+        if serving is None or serving.is_over or serving.is_given_up:
+            return
+        spec, rank = serving.spec, self.rank
+        start = serving.num_computed
+        stop = min(start + spec.compute_tokens, spec.num_tokens)
+        if spec.outcome == Outcome.FAILED and (start or stop == spec.num_tokens):
+            cause = f"prefill can't serve prompt {spec.prompt}"
+            rank.engine.host.aborting(rank, spec.prompt, cause)
+            self.endpoint.finish(serving.handle, Outcome.FAILED, cause=cause)
+            serving.is_given_up = True
+            return
+        where = rank.node.own_pairing.src_page_range(
+            rank.rank_id, range(start, stop), spec.num_tokens
+        )
+        assert serving.pages is not None
+        self.endpoint.send(
+            serving.handle,
+            tokens=range(start, stop),
+            page_ids=serving.pages[where.start : where.stop],
+            ready=rank.ready_after(spec.ready_s),
+        )
+        serving.num_computed = stop
+        if stop < spec.num_tokens:
+            rank.after(spec.compute_s, Input("computed", handle_id))
+            return
+        rank.aux.write(serving.aux_index, first_token=spec.prompt)
+        self.endpoint.finish(serving.handle, Outcome(spec.outcome), aux_index=serving.aux_index)
+
+    def _abort(self, spec: RequestSpec, cause: str) -> None:
+        serving = self._by_room.get(spec.room)
+        if serving is not None and serving.spec is spec and not serving.is_over:
+            self.rank.engine.host.aborting(self.rank, spec.prompt, cause)
+            serving.is_given_up = True
+            self.endpoint.abort(serving.handle, cause)
+
+    def _abandon(self, spec: RequestSpec, cause: str) -> None:
+        """Decode has given up, and perhaps never asked: then nobody ever will."""
+        serving = self._by_room.get(spec.room)
+        if spec in self._waiting:
+            self._waiting.remove(spec)
+        elif serving is not None and not serving.is_bound:
+            self._abort(spec, cause)
+
+    def _give_back(self, serving: _Serving) -> None:
+        if serving.pages is not None:
+            self.rank.memory.forget(serving.pages)
+            self._free += serving.pages
+            self.rank.aux.free(serving.aux_index)
+
+
+@dataclass(eq=False)
+class _Receiving:
+    """A request at decode, from `submit` to the last use of its pages."""
+
+    spec: RequestSpec
+    identity: Identity
+    pages: list[int] = field(default_factory=list)
+    aux_index: int = -1
+    is_used: bool = True
+    is_released: bool = False
+
+
+class DecodeScheduler:
+    """Takes memory for a whole prompt, submits, uses what came, frees when both lives ended."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self.rank = rank
+        self.endpoint = rank.endpoint
+        self._free = list(range(rank.memory.num_pages - 1, -1, -1))
+        self._attempt = 0
+        self._live: dict[Any, _Receiving] = {}
+        self._waiting: deque[tuple[RequestSpec, SimEngine]] = deque()
+
+    def num_free(self) -> tuple[int, int]:
+        """(pages, aux rows) free here."""
+        return len(self._free), self.rank.aux.available
+
+    def num_waiting(self) -> int:
+        """Requests that wait for memory, or for their room."""
+        return len(self._waiting)
+
+    def step(self, inputs: Sequence[Input], events: Sequence[EndpointEvent]) -> None:
+        """One iteration."""
+        for event in events:
+            self._on_event(event)
+        for item in inputs:
+            if item.verb == "arrive":
+                self._waiting.append((item.subject, item.value))
+            elif item.verb == "abort":
+                self._abort(item.subject, item.value)
+            elif item.verb == "used":
+                item_live = self._live[item.subject]
+                item_live.is_used = False
+                self._give_back(item_live)
+            elif item.verb == "gone":
+                self.endpoint.declare_gone(item.value)
+        while self._waiting and self._submit(*self._waiting[0]):
+            self._waiting.popleft()
+
+    def _submit(self, spec: RequestSpec, prefill: SimEngine) -> bool:
+        rank = self.rank
+        num = rank.memory.num_pages_of(spec.num_tokens)
+        if num > len(self._free) or not rank.aux.available:
+            return False
+        pages = [self._free.pop() for _ in range(num)]
+        row = rank.aux.alloc()
+        assert row is not None
+        self._attempt += 1
+        identity = Identity(spec.room, self._attempt, rank.engine.incarnation)
+        num_held = rank.expect(identity, spec, prefill, pages)
+        rank.memory.rows[row] = identity
+        live = self._live[identity] = _Receiving(spec, identity, pages, row)
+        self.endpoint.submit(
+            room=spec.room,
+            attempt=self._attempt,
+            prefill=prefill.record,
+            num_tokens=spec.num_tokens,
+            decode_prefix_len=spec.prefix,
+            page_ids=live.pages[num_held:],
+            aux_index=row,
+        )
+        return True
+
+    def _on_event(self, event: EndpointEvent) -> None:
+        live = self._live[event.key]
+        match event:
+            case Succeeded():
+                self.rank.use(live.identity, live.pages, live.aux_index)
+                self.rank.engine.host.ended(self.rank, live.spec, "")
+                if live.spec.hold_s:
+                    self.rank.after(live.spec.hold_s, Input("used", event.key))
+                else:
+                    live.is_used = False
+            case RequestFailed(cause=cause):
+                live.is_used = False
+                self.rank.engine.host.ended(self.rank, live.spec, cause)
+            case Released():
+                live.is_released = True
+                self._give_back(live)
+
+    def _abort(self, spec: RequestSpec, cause: str) -> None:
+        for identity, live in self._live.items():
+            if live.spec is spec and live.is_used:
+                self.rank.engine.host.aborting(self.rank, spec.prompt, cause)
+                self.endpoint.abort(identity, cause)
+
+    def _give_back(self, live: _Receiving) -> None:
+        if live.is_released and not live.is_used:
+            del self._live[live.identity]
+            self.rank.memory.forget(live.pages)
+            del self.rank.memory.rows[live.aux_index]
+            self._free += live.pages
+            self.rank.aux.free(live.aux_index)

@@ -1,0 +1,320 @@
+"""A simulated world: engines, a router, an operator, faults, and the run to its end.
+
+`run(scenario)` gives a `Result`, or raises `Failure` with the first broken rule. Layer 6.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pdkv.protocol import Identity
+from pdkv.testing.sim.checkers import Checkers, Trouble, check_idle
+from pdkv.testing.sim.engine import Input, Scheduler, SimEngine, SimRank
+from pdkv.testing.sim.fabric import Delays, SimBackend, SimFabric
+from pdkv.testing.sim.inject import inject
+from pdkv.testing.sim.network import SimNetwork
+from pdkv.testing.sim.planner import SimPlanner
+from pdkv.testing.sim.scenario import RequestSpec, Scenario
+from pdkv.testing.sim.schedulers import DecodeScheduler, PrefillScheduler
+from pdkv.testing.sim.timeline import Timeline
+
+__all__ = ["Result", "Schedulers", "World"]
+
+Schedulers = Mapping[str, Callable[[SimRank], Scheduler]]
+"""By role ("prefill", "decode"): what makes a rank's scheduler."""
+
+_RETRY_S = 0.02
+
+
+@dataclass
+class Result:
+    """What a run did. `effects` counts the faults that had one, by kind."""
+
+    num_deliveries: int = 0
+    num_requests: int = 0
+    num_succeeded: int = 0
+    virtual_s: float = 0.0
+    effects: Counter[str] = field(default_factory=Counter)
+
+
+class World:
+    """Everything that one seed consists of. Implements `Host` for its ranks."""
+
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        planner: SimPlanner,
+        schedulers: Schedulers | None = None,
+    ) -> None:
+        self.scenario = scenario
+        self.planner = planner
+        self.limits = scenario.limits
+        self.timeline = Timeline()
+        jitter = 1.0 if scenario.has_jitter else 0.0
+        self.network = SimNetwork(
+            self.timeline, seed=scenario.seed, delay_s=0.0002, jitter_s=0.0004 * jitter
+        )
+        self.fabric = SimFabric(
+            self.timeline,
+            delays=Delays(write_jitter_s=0.0005 * jitter, completion_jitter_s=0.0004 * jitter),
+            mark_of=self._mark_of,
+            blame=self._blame_write,
+        )
+        limits = self.limits
+        waits = limits.handshake_s + limits.bootstrap_s + limits.queued_s + limits.progress_s
+        self.checkers = Checkers(deadline_s=waits)
+        self.effects: Counter[str] = Counter()
+        self._schedulers = schedulers or {"prefill": PrefillScheduler, "decode": DecodeScheduler}
+        self._marks: dict[Identity, int] = {}
+        self._tries: Counter[int] = Counter()
+        self._live: set[int] = set()  # prompts that live at decode, or are on their way there
+        self._over: set[tuple[int, int]] = set()  # tries that decode has given up
+        self._seen: set[Any] = set()
+        self._num_due = 0  # inputs on their way to an engine
+        self._is_done = False
+        self._lives: Counter[int] = Counter()
+        self._skews = random.Random(f"{scenario.seed}/skew")
+        self.has_skew = any(fault.kind == "clock_skew" for fault in scenario.faults)
+        self.engines: list[SimEngine] = [self._make(i) for i in range(len(scenario.engines))]
+
+    def _make(self, index: int) -> SimEngine:
+        spec = self.scenario.engines[index]
+        self._lives[index] += 1
+        rng = self._skews
+        skews = [
+            (rng.uniform(0, 100), rng.uniform(0.9, 1.1)) if self.has_skew else (0.0, 1.0)
+            for _ in range(spec.layout.parallel.num_ranks)
+        ]
+        return SimEngine(
+            self,
+            index,
+            spec,
+            life=self._lives[index],
+            seed=self.scenario.seed,
+            planner=self.planner,
+            scheduler=self._schedulers[spec.role],
+            skews=skews,
+            max_runs_per_post=self.scenario.max_runs_per_post,
+        )
+
+    # -- the run ---------------------------------------------------------------------------------
+
+    def run(self) -> Result:
+        """Until every request is over and released everywhere; Violation if a rule is broken."""
+        scenario, timeline = self.scenario, self.timeline
+        prompts = {spec.prompt for spec in scenario.requests}
+        for spec in scenario.requests:
+            self.checkers.roots[spec.prompt] = set()
+            same = [s.prompt for s in scenario.requests if s.room == spec.room]
+            self.checkers.rooms[spec.prompt] = same
+            if spec.follows not in prompts:
+                self._num_due += 1
+                timeline.at(spec.at_s, self._arrive, spec)
+        for fault in scenario.faults:
+            timeline.at(fault.at_s, inject, self, fault)
+        if self.has_skew:
+            self.effects["clock_skew"] += 1
+        timeline.at(0.15, self._watch)
+        horizon = 3 * self.checkers.deadline_s
+        while not self._is_done and timeline.step(horizon):
+            pass
+        self._finish()
+        return self._result()
+
+    def _watch(self) -> None:
+        """Now and then: is anything overdue, and is everything over?"""
+        self.checkers.overdue(self.timeline.now)
+        alive = [engine for engine in self.engines if engine.is_alive]
+        self._is_done = not self._num_due and not any(
+            engine.has_inputs
+            or engine.ranks[0].endpoint.num_live
+            or engine.ranks[0].scheduler.num_waiting()
+            for engine in alive
+        )
+        if not self._is_done:
+            self.timeline.after(0.02, self._watch)
+
+    def _finish(self) -> None:
+        self.checkers.conclude(self.timeline.now)
+        until = self.timeline.now + 0.3  # nothing comes after the end, either
+        while self.timeline.step(until):
+            pass
+        for engine in self.engines:
+            if engine.is_alive:
+                check_idle(engine)
+
+    def _result(self) -> Result:
+        attempts = self.checkers.attempts.values()
+        return Result(
+            num_deliveries=self.network.num_delivered + self.fabric.num_delivered,
+            num_requests=len(self.scenario.requests),
+            num_succeeded=sum(
+                isinstance(a.key, Identity) and a.outcome == "Succeeded" for a in attempts
+            ),
+            virtual_s=self.timeline.now,
+            effects=self.effects + self.network.effects + self.fabric.effects,
+        )
+
+    # -- the router ------------------------------------------------------------------------------
+
+    def _arrive(self, spec: RequestSpec) -> None:
+        """Both engines hear of a request, prefill perhaps earlier or later."""
+        self._num_due -= 1
+        self._tries[spec.prompt] += 1
+        decode, prefill = self.engines[spec.decode], self.engines[spec.prefill]
+        if not decode.is_alive or not prefill.is_alive:
+            self._release_followers(spec)
+            return
+        self._live.add(spec.prompt)
+        early = min(0.0, spec.open_after_s)
+        self._tell(-early, decode, Input("arrive", spec, prefill))
+        self._num_due += 1
+        self.timeline.after(
+            spec.open_after_s - early, self._open, prefill, spec, self._tries[spec.prompt]
+        )
+        if spec.abort is not None and self._tries[spec.prompt] == 1:
+            side, after_s = spec.abort
+            cause = f"prompt {spec.prompt} aborted at {side}"
+            self.effects[f"abort_at_{side}"] += 1
+            self._tell(
+                after_s, decode if side == "decode" else prefill, Input("abort", spec, cause)
+            )
+
+    def _open(self, prefill: SimEngine, spec: RequestSpec, num_tries: int) -> None:
+        """Prefill hears of it, unless decode has given it up meanwhile."""
+        self._num_due -= 1
+        if prefill.is_alive and (spec.prompt, num_tries) not in self._over:
+            prefill.tell(Input("arrive", spec))
+
+    def _tell(self, delay_s: float, engine: SimEngine, inputs: Input) -> None:
+        self._num_due += 1
+        self.timeline.after(delay_s, self._told, engine, inputs)
+
+    def _told(self, engine: SimEngine, inputs: Input) -> None:
+        self._num_due -= 1
+        if engine.is_alive:
+            engine.tell(inputs)
+
+    def ended(self, rank: SimRank, subject: RequestSpec, cause: str) -> None:
+        """A request is over at decode: what follows in its room may come, or it is tried again."""
+        spec = subject
+        key = (rank.engine.incarnation, spec.prompt, self._tries[spec.prompt])
+        if key in self._seen:
+            return
+        self._seen.add(key)
+        self._conclude(spec, cause)
+
+    def _conclude(self, spec: RequestSpec, cause: str) -> None:
+        self._live.discard(spec.prompt)
+        if cause:
+            self._over.add((spec.prompt, self._tries[spec.prompt]))
+            # Prefill may never have heard of it: then nobody would ever ask for the room.
+            self._tell(0.002, self.engines[spec.prefill], Input("abandon", spec, cause))
+            if self._tries[spec.prompt] <= spec.retries:
+                self.effects["retry"] += 1
+                self._num_due += 1
+                self.timeline.after(_RETRY_S, self._arrive, spec)
+                return
+        self._release_followers(spec)
+
+    def _release_followers(self, spec: RequestSpec) -> None:
+        for later in self.scenario.requests:
+            if later.follows == spec.prompt and not self._tries[later.prompt]:
+                self.effects["room_reused"] += 1
+                self._num_due += 1
+                self.timeline.after(0.001, self._arrive, later)
+
+    # -- the operator ----------------------------------------------------------------------------
+
+    def trouble(self, kind: str, until: float, one: SimEngine, two: SimEngine | None) -> None:
+        """Something stands in the way of requests of these engines (of one, where two is None)."""
+        now = self.timeline.now
+        other = None if two is None else two.index
+        self.checkers.troubles.append(Trouble(kind, now, until, one.index, other))
+
+    def kill(self, engine: SimEngine, *, restart_after_s: float | None) -> None:
+        """All processes of an engine die; once nothing of them is on a wire, they are declared
+        gone. Perhaps the engine comes back, at the same addresses."""
+        engine.die()
+        self.trouble("crash", self.timeline.now + 1.0, engine, None)
+        self.timeline.after(0.6, self._declare, engine)
+        if restart_after_s is not None:
+            self.timeline.after(restart_after_s, self._restart, engine.index)
+        for spec in self.scenario.requests:
+            if spec.prompt in self._live and self.engines[spec.decode] is engine:
+                self._conclude(spec, "decode has crashed")
+
+    def _restart(self, index: int) -> None:
+        self.engines[index] = self._make(index)
+
+    def _declare(self, dead: SimEngine) -> None:
+        if any(rank.backend.num_on_wire for rank in dead.ranks):
+            self.timeline.after(0.1, self._declare, dead)
+            return
+        for engine in self.engines:
+            if engine.is_alive:
+                engine.tell(Input("gone", None, dead.incarnation))
+
+    def _blame_write(
+        self, backend: SimBackend, peer: str, identity: Identity | None, fault: str
+    ) -> None:
+        writer = self._engine_of(backend.key)
+        attempt = self.checkers.attempts.get(identity)
+        if attempt is not None:
+            attempt.blames.add(fault)
+        else:
+            self.trouble(fault, self.timeline.now, writer, self._engine_of(peer))
+        if fault == "unsettled" and (writer, "unsettled") not in self._seen:
+            # Only its process could prove these writes over, and it can't: an operator ends it.
+            self._seen.add((writer, "unsettled"))
+            self.timeline.after(1.0, self._end, writer)
+
+    def _end(self, engine: SimEngine) -> None:
+        if engine.is_alive:
+            self.kill(engine, restart_after_s=0.05)
+
+    def _engine_of(self, key: str) -> SimEngine:
+        name = key.split(".")[0]
+        return next(engine for engine in self.engines if engine.spec.name == name)
+
+    # -- what ranks report -----------------------------------------------------------------------
+
+    def submitting(self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine) -> int:
+        """A decode rank has taken pages for an identity."""
+        attempt = self.checkers.start(identity, prompt, rank.engine, self.timeline.now)
+        attempt.peer = prefill.index
+        if not prefill.is_alive:
+            attempt.blames.add("prefill is dead")
+        return self._marks.setdefault(identity, len(self._marks) % 120 + 1)
+
+    def opened(self, rank: SimRank, handle: int, prompt: int) -> None:
+        """A prefill rank has opened a room."""
+        key = (rank.engine.incarnation, handle)
+        self.checkers.start(key, prompt, rank.engine, self.timeline.now)
+
+    def aborting(self, rank: SimRank, prompt: int, cause: str) -> None:
+        """A scheduler gives a request up."""
+        self.checkers.roots[prompt].add(cause)
+
+    def prompt_of(self, identity: Identity) -> int:
+        """Which prompt an identity was submitted for."""
+        return self.checkers.attempts[identity].prompt
+
+    def saw(self, rank: SimRank, event: Any) -> None:
+        """A rank's scheduler is about to see an event."""
+        self.checkers.saw(rank, event, self.timeline.now)
+
+    def iterated(self, engine: SimEngine) -> None:
+        """All ranks of an engine have done an iteration."""
+        self.checkers.iterated(engine)
+
+    def _mark_of(self, key: str, identity: Identity) -> int:
+        attempt = self.checkers.attempts.get(identity)
+        if attempt is not None and attempt.cause:
+            self.effects["landing_after_abort"] += 1
+        return self._marks.get(identity, 0)
