@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from pdkv.request.events import Action
+from pdkv.request.receiver import ReceiverMachine
 from pdkv.testing.sim import Failure, Simulator
 
 
@@ -56,19 +58,15 @@ def test_seed_that_found_a_fault(simulator: Simulator, seed: int) -> None:
 def test_a_failure_shows_the_shortest_schedule_and_how_to_run_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from pdkv.request.receiver import ReceiverMachine
+    settle = ReceiverMachine._settle
 
-    def quiet_at_once(self: ReceiverMachine, now: float) -> list:
-        if not self.poll.is_terminal and not self.missing and self._told.keys() >= self.peers:
-            self._move(type(self)._done, now)
+    def settle_and_free(self: ReceiverMachine, now: float) -> list[Action]:
+        actions = settle(self, now)
         if self.poll.is_terminal:
             self._quiet()
-        return []
+        return actions
 
-    from pdkv.request.states import Trigger
-
-    monkeypatch.setattr(ReceiverMachine, "_done", Trigger.COMPLETED, raising=False)
-    monkeypatch.setattr(ReceiverMachine, "_settle", quiet_at_once)
+    monkeypatch.setattr(ReceiverMachine, "_settle", settle_and_free)
     with pytest.raises(Failure, match="ownership") as failure:
         Simulator().run(range(200))
     text = str(failure.value)

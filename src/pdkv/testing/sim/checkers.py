@@ -107,6 +107,20 @@ class Checkers:
                 "group", f"{attempt.key}: {rank.key} saw {outcome!r}, others {attempt.outcome!r}"
             )
 
+    def newest(self, prompt: int) -> Attempt | None:
+        """Decode's last attempt at a prompt."""
+        found = [
+            attempt
+            for attempt in self.attempts.values()
+            if attempt.prompt == prompt and isinstance(attempt.key, Identity)
+        ]
+        return found[-1] if found else None
+
+    def is_served(self, prompt: int) -> bool:
+        """Whether an attempt at it has succeeded."""
+        newest = self.newest(prompt)
+        return newest is not None and newest.outcome == "Succeeded"
+
     def iterated(self, engine: SimEngine) -> None:
         """Ranks of a group never differ in what they saw and in what is free."""
         ranks = engine.ranks

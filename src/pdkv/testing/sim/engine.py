@@ -85,6 +85,12 @@ class Host(Protocol):
     def ended(self, rank: SimRank, subject: Any, cause: str) -> None:
         """A decode scheduler has seen an outcome; no cause: success."""
 
+    def released(self, rank: SimRank, subject: Any) -> None:
+        """A decode scheduler has seen that a request's memory is free."""
+
+    def unserved(self, rank: SimRank, subject: Any, handle: int) -> None:
+        """A prefill scheduler has seen a handle fail."""
+
     def prompt_of(self, identity: Identity) -> int:
         """Which prompt an identity was submitted for."""
 

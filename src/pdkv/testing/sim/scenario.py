@@ -30,6 +30,8 @@ __all__ = [
 
 AUX = (AuxField("first_token", "int64"),)
 
+_ORDERS = ("NHD", "HND")
+
 LIMITS = Limits(
     handshake_s=2.0,
     bootstrap_s=3.0,
@@ -177,14 +179,15 @@ def _like(
 def draw(seed: int, pairs: tuple[Any, ...], *, with_faults: bool = True) -> Scenario:
     """The scenario of a seed. `pairs` is `layouts()`, or your own engines in that form."""
     rng = random.Random(seed)
-    src, dst, unit, grid = pairs[rng.randrange(len(pairs))]
+    pair = rng.randrange(len(pairs))
+    src, dst, unit, grid = pairs[pair]
     num_prefill, num_decode = rng.choice(((1, 1), (1, 1), (2, 1), (1, 2), (2, 2)))
     engines = tuple(
         EngineSpec(
             name=f"{role}{i}",
             role=role,
             layout=layout,
-            order=rng.choice(("NHD", "HND")),
+            order=_ORDERS[(pair + (role == "decode") * (pair // 2)) % 2],
             num_pages=48,
         )
         for role, layout, count in (("prefill", src, num_prefill), ("decode", dst, num_decode))
@@ -200,7 +203,7 @@ def draw(seed: int, pairs: tuple[Any, ...], *, with_faults: bool = True) -> Scen
         engines=engines,
         requests=requests,
         faults=faults,
-        max_runs_per_post=rng.choice((1 << 20, 1 << 20, 3)),
+        max_runs_per_post=5 if rng.random() < 0.15 else 1 << 20,
     )
 
 
@@ -215,7 +218,7 @@ def _draw_requests(
 ) -> tuple[RequestSpec, ...]:
     requests: list[RequestSpec] = []
     for i in range(rng.randint(4, 6)):
-        num_tokens = rng.randint(2 * grid + 1, 40)
+        num_tokens = rng.choice((2 * grid + 1, 35, 36, 40))
         prefix = rng.choice((0, 0, 0, unit, num_tokens if rng.random() < 0.3 else 0))
         if prefix != num_tokens and prefix > num_tokens - 2 * grid:
             prefix = 0

@@ -92,6 +92,8 @@ class PrefillScheduler:
                     self._short.append(serving)
             case RequestFailed() | Succeeded():
                 serving.is_over = True
+                if isinstance(event, RequestFailed):
+                    self.rank.engine.host.unserved(self.rank, serving.spec, event.handle)
                 if serving in self._short:
                     self._short.remove(serving)
             case Released():
@@ -265,6 +267,7 @@ class DecodeScheduler:
                 self.rank.engine.host.ended(self.rank, live.spec, cause)
             case Released():
                 live.is_released = True
+                self.rank.engine.host.released(self.rank, live.spec)
                 self._give_back(live)
 
     def _abort(self, spec: RequestSpec, cause: str) -> None:

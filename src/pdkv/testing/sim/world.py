@@ -219,12 +219,30 @@ class World:
                 self.effects["retry"] += 1
                 self._num_due += 1
                 self.timeline.after(_RETRY_S, self._arrive, spec)
-                return
-        self._release_followers(spec)
+
+    def released(self, rank: SimRank, subject: RequestSpec) -> None:
+        """No word about the room is under way any more: another prompt may have it."""
+        if (
+            subject.prompt not in self._live and self._tries[subject.prompt] > subject.retries
+        ) or self.checkers.is_served(subject.prompt):
+            self._release_followers(subject)
+
+    def unserved(self, rank: SimRank, subject: RequestSpec, handle: int) -> None:
+        """A handle failed. If it was for an earlier try, or for none, decode still waits."""
+        spec, key = subject, (rank.engine.incarnation, handle)
+        if key in self._seen or spec.prompt not in self._live:
+            return
+        self._seen.add(key)
+        attempt = self.checkers.attempts[key]
+        newest = self.checkers.newest(spec.prompt)
+        if newest is not None and attempt.serves != newest.key and not newest.outcome:
+            self._num_due += 1
+            self.timeline.after(0.001, self._open, rank.engine, spec, self._tries[spec.prompt])
 
     def _release_followers(self, spec: RequestSpec) -> None:
         for later in self.scenario.requests:
-            if later.follows == spec.prompt and not self._tries[later.prompt]:
+            if later.follows == spec.prompt and later.prompt not in self._seen:
+                self._seen.add(later.prompt)
                 self.effects["room_reused"] += 1
                 self._num_due += 1
                 self.timeline.after(0.001, self._arrive, later)
