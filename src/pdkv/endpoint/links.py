@@ -66,7 +66,7 @@ class Links:
         for peer in self.peers.of_engine(incarnation):
             peer.state = PeerState.GONE
 
-    def leave(self, identity: Identity) -> None:
+    def let_go(self, identity: Identity) -> None:
         """This request needs its peers no longer."""
         for peer in self.peers:
             peer.requests.discard(identity)

@@ -274,10 +274,10 @@ class Requests:
                 return
             self.rooms.forget(sending, now)
             if sending.machine.identity is not None:
-                self._links.leave(sending.machine.identity)
+                self._links.let_go(sending.machine.identity)
         else:
             self.receivers.pop(ref, None)
-            self._links.leave(ref)
+            self._links.let_go(ref)
 
     # -- peers and time ---------------------------------------------------------------------------
 

@@ -148,7 +148,7 @@ class Rooms:
         assert peer.pairing is not None
         replaced = owner.machine.identity
         if replaced is not None and replaced != asking.identity:
-            self._links.leave(replaced)
+            self._links.let_go(replaced)
         peer.requests.add(asking.identity)
         if isinstance(asking, TransferInfo):
             event: Event = InfoReceived(peer.rank_id, asking, peer.pairing)
@@ -206,7 +206,7 @@ class Rooms:
                 self._refuse(peer, identity, f"superseded by attempt {known.attempt}", now)
                 return
             early.asking.clear()
-            self._links.leave(known)
+            self._links.let_go(known)
         early.asking[peer.key] = asking
         peer.requests.add(identity)
 
@@ -218,7 +218,7 @@ class Rooms:
             if any(identity.incarnation == incarnation for identity in gone):
                 del self._early[room]
                 for identity in gone:
-                    self._links.leave(identity)
+                    self._links.let_go(identity)
 
     def on_abort(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """A reader gave up. Whatever this rank knows of the identity, Quiesced must follow."""
@@ -232,7 +232,7 @@ class Rooms:
             if not early.asking:
                 del self._early[identity.room]
         self._dead.bury(Tombstone(identity, cause))
-        self._links.leave(identity)
+        self._links.let_go(identity)
         self._links.send(peer, Quiesced(identity, cause), now)
 
     def on_ask(self, peer: Peer, identity: Identity, now: float) -> None:
@@ -313,7 +313,7 @@ class Rooms:
         for key, asking in early.asking.items():
             peer = self._links.get(key)
             self._dead.bury(Tombstone(asking.identity, cause))
-            self._links.leave(asking.identity)
+            self._links.let_go(asking.identity)
             if peer is not None:
                 self._refuse(peer, asking.identity, cause, now)
 

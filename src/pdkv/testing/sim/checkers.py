@@ -11,12 +11,21 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from pdkv.endpoint import Bootstrapped, EndpointEvent, Released, RequestFailed, Succeeded
+from pdkv.endpoint import (
+    Bootstrapped,
+    EndpointEvent,
+    Recompute,
+    Released,
+    RequestFailed,
+    Succeeded,
+)
 from pdkv.protocol import Identity
 from pdkv.testing.sim.engine import SimEngine, SimRank
 from pdkv.testing.sim.memory import Violation
 
 __all__ = ["Attempt", "Checkers", "Trouble", "check_idle"]
+
+_ENDS = (Succeeded, RequestFailed, Recompute)
 
 
 @dataclass(eq=False)
@@ -83,15 +92,15 @@ class Checkers:
             raise Violation("outcome", f"{type(event).__name__} of {key}, which nobody asked for")
         told = self._by_rank[rank.key, key]
         kind = type(event).__name__
-        if isinstance(event, Succeeded | RequestFailed):
-            if {"Succeeded", "RequestFailed"} & set(told):
+        if isinstance(event, _ENDS):
+            if any(end.__name__ in told for end in _ENDS):
                 raise Violation("outcome", f"{key} ended twice on {rank.key}: {told} + {kind}")
             outcome = kind if isinstance(event, Succeeded) else f"{kind}: {event.cause}"
             self._agree(attempt, rank, event, outcome, now)
         elif isinstance(event, Bootstrapped) and event.handle:
             attempt.serves = event.identity
         elif isinstance(event, Released):
-            if not told or told[-1] not in ("Succeeded", "RequestFailed"):
+            if not told or told[-1] not in [end.__name__ for end in _ENDS]:
                 raise Violation("outcome", f"{key} is released on {rank.key} after {told}")
             attempt.is_released = True
         told.append(kind)
@@ -101,7 +110,7 @@ class Checkers:
     ) -> None:
         if not attempt.outcome:
             attempt.outcome, attempt.ended_at = outcome, now
-            attempt.cause = event.cause if isinstance(event, RequestFailed) else ""
+            attempt.cause = event.cause if isinstance(event, RequestFailed | Recompute) else ""
         elif attempt.outcome != outcome:
             raise Violation(
                 "group", f"{attempt.key}: {rank.key} saw {outcome!r}, others {attempt.outcome!r}"
@@ -116,17 +125,20 @@ class Checkers:
         ]
         return found[-1] if found else None
 
-    def is_served(self, prompt: int) -> bool:
-        """Whether an attempt at it has succeeded."""
-        newest = self.newest(prompt)
-        return newest is not None and newest.outcome == "Succeeded"
+    def is_settled(self, prompt: int) -> bool:
+        """Whether everything that was begun for it is released on both sides."""
+        return all(
+            attempt.is_released or not attempt.engine.is_alive
+            for attempt in self.attempts.values()
+            if attempt.prompt == prompt
+        )
 
     def iterated(self, engine: SimEngine) -> None:
         """Ranks of a group never differ in what they saw and in what is free."""
         ranks = engine.ranks
         free = [rank.scheduler.num_free() for rank in ranks]
-        if any(f[1] != free[0][1] for f in free):
-            raise Violation("group", f"ranks of {engine.spec.name} differ in free rows: {free}")
+        if any(each != free[0] for each in free):
+            raise Violation("group", f"ranks of {engine.spec.name} differ in what is free: {free}")
         first = [(type(e), e.key, e.handle) for e in ranks[0].seen]
         for rank in ranks:
             if [(type(e), e.key, e.handle) for e in rank.seen] != first:

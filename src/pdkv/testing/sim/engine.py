@@ -73,8 +73,13 @@ class Host(Protocol):
     def iterated(self, engine: SimEngine) -> None:
         """All ranks of an engine have done an iteration."""
 
-    def submitting(self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine) -> int:
-        """A decode rank is about to submit; returns the mark of its pages."""
+    def submitting(
+        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine
+    ) -> None:
+        """A decode rank is about to submit or announce."""
+
+    def mark_of(self, identity: Identity) -> int:
+        """The mark of an identity in its ranks' memory."""
 
     def opened(self, rank: SimRank, handle: int, prompt: int) -> None:
         """A prefill rank opened a room."""
@@ -84,9 +89,6 @@ class Host(Protocol):
 
     def ended(self, rank: SimRank, subject: Any, cause: str) -> None:
         """A decode scheduler has seen an outcome; no cause: success."""
-
-    def released(self, rank: SimRank, subject: Any) -> None:
-        """A decode scheduler has seen that a request's memory is free."""
 
     def unserved(self, rank: SimRank, subject: Any, handle: int) -> None:
         """A prefill scheduler has seen a handle fail."""
@@ -186,12 +188,18 @@ class SimRank:
         """Say which prompt a handle is for."""
         self.engine.host.opened(self, handle, prompt)
 
+    def submitting(self, identity: Identity, prompt: int, prefill: SimEngine) -> None:
+        """Say, before `submit` or `announce`, which prompt an identity is for."""
+        self.engine.host.submitting(self, identity, prompt, prefill)
+
     def expect(self, identity: Identity, spec: Any, prefill: SimEngine, pages: list[int]) -> int:
-        """Say, before `submit`, whose pages these are. Returns how many of them are the prefix."""
+        """Say, before `submit` or `allocate`, whose pages these are; returns how many of them are
+        the prefix."""
         host = self.engine.host
         pairing = self.endpoint.pairing(prefill.record)
         named = pairing.dst_page_range(self.rank_id, spec.prefix, spec.num_tokens)
-        mark = host.submitting(self, identity, spec.prompt, prefill)
+        mark = host.mark_of(identity)
+        self.memory.pages[identity] = pages
         content = self.memory.content(spec.prompt, spec.num_tokens)
         num_held = len(pages) - len(named)
         self.memory.expect(pages, content, mark, num_held)
@@ -217,12 +225,22 @@ class SimRank:
             self.engine.num_timers += 1
             self._timeline.after(delay_s, self.engine.tell, inputs)
 
-    def ready_after(self, delay_s: float) -> Fired | None:
-        """A ready event that fires after a while, None for at once."""
+    def compute_after(
+        self, delay_s: float, pages: list[int], content: Any, where: range
+    ) -> Fired | None:
+        """A forward pass that leaves its part of a prompt in these local pages after a while, and
+        the ready event that says so; None where it is done at once."""
         if not delay_s:
+            self.memory.compute(pages, content, where)
             return None
-        self._timeline.after(delay_s + 1e-6, self.wake)
-        return Fired(self._timeline, self._timeline.now + delay_s)
+        at = self._timeline.now + delay_s
+        self._timeline.at(at, self._computed, pages, content, where)
+        return Fired(self._timeline, at)
+
+    def _computed(self, pages: list[int], content: Any, where: range) -> None:
+        if pages:  # emptied where the request was released before
+            self.memory.compute(pages, content, where)
+        self.wake()
 
 
 class SimEngine:

@@ -30,7 +30,7 @@ def inject(world: World, fault: Fault) -> None:
     elif fault.kind == "data_queue_full":
         rank.backend.armed.extend(["full"] * fault.amount)
     elif fault.kind in ("loss_at_reconnect", "resend"):
-        _reconnect(world, fault, rank, two.ranks[fault.peer_rank], 8)
+        _reconnect(world, fault, rank, two.ranks[fault.peer_rank], 30)
     elif fault.kind in ("partition", "one_way_partition"):
         _cut(world, fault, one, two)
     elif fault.kind in ("crash", "restart"):
@@ -56,7 +56,7 @@ def _reconnect(world: World, fault: Fault, one: SimRank, two: SimRank, times: in
     for src, dst in ((one, two), (two, one)):
         world.network.reconnect(src.address, dst.address, lose=lose, resend=resend)
     if times > 1:
-        world.timeline.after(0.007, _reconnect, world, fault, one, two, times - 1)
+        world.timeline.after(0.0023, _reconnect, world, fault, one, two, times - 1)
 
 
 def _ways(one: SimEngine, two: SimEngine) -> list[tuple[str, str]]:
@@ -97,10 +97,11 @@ def _clog(world: World, fault: Fault, one: SimEngine, two: SimEngine) -> None:
     is_full = fault.kind == "control_queue_full"
     for src, dst in _ways(one, two):
         way = world.network.way(src, dst)
-        before = (way.delay_s, way.capacity)
-        way.delay_s, way.capacity = (way.delay_s, 0) if is_full else (0.03, way.capacity)
-        world.timeline.after(duration_s, setattr, way, "delay_s", before[0])
-        world.timeline.after(duration_s, setattr, way, "capacity", before[1])
+        if is_full:
+            way.full_until = world.timeline.now + duration_s
+        else:
+            way.delay_s = 0.03
+            world.timeline.after(duration_s, setattr, way, "delay_s", world.network.delay_s)
     if not is_full:
         world.effects["delay"] += 1
 

@@ -103,6 +103,7 @@ class RankMemory:
         self.expected = bytearray(self.data)
         self.owner = bytearray(self.nbytes)
         self.rows: dict[int, Identity] = {}  # aux rows that a peer may write, and for whom
+        self.pages: dict[Identity, list[int]] = {}  # what a decode rank gave to whom
         self._array = np.frombuffer(self.data, np.uint8)
         self.base = int(self._array.ctypes.data)
         self.end = self.base + self.nbytes
@@ -143,6 +144,12 @@ class RankMemory:
     def num_pages_of(self, num_tokens: int) -> int:
         """Local pages of a prompt."""
         return -(-len(shard_positions(self._shard, self._cp_rank, num_tokens)) // self.page_size)
+
+    def most_pages_of(self, num_tokens: int) -> int:
+        """Local pages of a prompt on the rank that has most: what all ranks reckon with."""
+        ranks = set(self._shard.owners)
+        most = max(len(shard_positions(self._shard, rank, num_tokens)) for rank in ranks)
+        return -(-most // self.page_size)
 
     def content(self, prompt: int, num_tokens: int) -> _Bytes:
         """What a prompt's local pages hold: uint8 [planes, pages * page_nbytes], canary behind."""

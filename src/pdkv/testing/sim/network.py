@@ -25,8 +25,8 @@ class Way:
     """One direction between two addresses. Times in seconds.
 
     `delay_s` and `jitter_s` are of each frame. `cut_until`: what is sent before is lost;
-    `stalled_until`: what is sent before arrives then at the earliest. `capacity` frames may be
-    under way before `send` answers False. `generation` grows when what is under way is lost.
+    `stalled_until`: what is sent before arrives then at the earliest. Until `full_until` no frame
+    is taken.
     """
 
     rng: random.Random
@@ -34,7 +34,7 @@ class Way:
     jitter_s: float
     cut_until: float = 0.0
     stalled_until: float = 0.0
-    capacity: int = 1 << 16
+    full_until: float = 0.0
     last_arrival: float = 0.0
     under_way: deque[list[bytes]] = field(default_factory=deque)
     delivered: deque[bytes] = field(default_factory=lambda: deque(maxlen=_KEPT))
@@ -77,7 +77,7 @@ class SimNetwork:
         if now < way.cut_until:
             self.effects["partition"] += 1
             return True
-        if len(way.under_way) >= way.capacity:
+        if now < way.full_until:
             self.effects["control_queue_full"] += 1
             return False
         arrival = now + way.delay_s + way.rng.random() * way.jitter_s

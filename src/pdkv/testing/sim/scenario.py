@@ -30,6 +30,7 @@ __all__ = [
 
 AUX = (AuxField("first_token", "int64"),)
 
+_OF_WRITES = ("failed", "half_failed", "unsettled", "late", "lost", "doubled", "data_queue_full")
 _ORDERS = ("NHD", "HND")
 
 LIMITS = Limits(
@@ -87,6 +88,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     `open_after_s`: prefill's open against decode's submit; may be negative. `eager`: prefill
     computes before it knows decode's pages. `abort`: ("decode" | "prefill", after_s) or none.
     `retries`: how often the router asks again, with the same room, after a failure.
+    `is_late`: decode announces, and names pages once prefill has computed; `evicts`: prefill drops
+    what it computed before that, if it may. `is_lost`: the router forgets to tell prefill.
     `follows`: prompt of the request whose room this one takes over once that has ended, or 0.
     """
 
@@ -107,6 +110,9 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     retries: int = 0
     follows: int = 0
     hold_s: float = 0.0
+    is_late: bool = False
+    evicts: bool = False
+    is_lost: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -246,6 +252,9 @@ def _draw_requests(
                 "prefill": earlier.prefill,
                 "decode": earlier.decode,
             }
+        spec["is_late"] = rng.random() < 0.2
+        if spec["is_late"]:
+            spec |= {"prefix": 0 if rng.random() < 0.5 else spec["prefix"], "eager": True}
         if with_faults:
             spec |= _draw_mishap(rng)
         requests.append(RequestSpec(**spec))
@@ -264,6 +273,10 @@ def _draw_mishap(rng: random.Random) -> dict[str, Any]:
         spec["outcome"] = 3
     elif chance < 0.3:
         spec["outcome"] = 2
+    elif chance < 0.33:
+        spec["evicts"] = True
+    elif chance < 0.34:
+        spec["is_lost"] = True
     return spec
 
 
@@ -272,9 +285,10 @@ def _draw_fault(
 ) -> tuple[Fault, ...]:
     prefill, decode = rng.randrange(num_prefill), rng.randrange(num_prefill, len(engines))
     one, two = (prefill, decode) if rng.random() < 0.5 else (decode, prefill)
-    if kind in ("failed", "half_failed", "unsettled", "late", "lost", "doubled"):
-        one, two = prefill, decode
     at = rng.random() * 0.07
+    if kind in _OF_WRITES:
+        one, two = prefill, decode
+        at /= 3
     ranks = [e.layout.parallel.num_ranks for e in engines]
     fault: dict[str, Any] = {
         "kind": kind,
@@ -291,6 +305,6 @@ def _draw_fault(
     if kind == "landing_after_death":
         # The write is slow, and its process dies meanwhile.
         fault |= {"engine": prefill, "peer": decode, "rank": rng.randrange(ranks[prefill])}
-        late = Fault(**{**fault, "kind": "late", "at_s": at - 0.01})
-        return (late, Fault(**{**fault, "kind": "restart", "duration_s": 0.05}))
+        late = Fault(**{**fault, "kind": "late", "amount": 3, "at_s": at / 3})
+        return (late, Fault(**{**fault, "kind": "restart", "duration_s": 0.05, "at_s": at + 0.02}))
     return (Fault(**fault),)

@@ -15,9 +15,11 @@ from typing import Any
 
 from pdkv.endpoint import (
     Bootstrapped,
+    Computed,
     EndpointEvent,
     Outcome,
     PrefillHandle,
+    Recompute,
     Released,
     RequestFailed,
     Succeeded,
@@ -27,6 +29,29 @@ from pdkv.testing.sim.engine import Input, SimEngine, SimRank
 from pdkv.testing.sim.scenario import RequestSpec
 
 __all__ = ["DecodeScheduler", "PrefillScheduler"]
+
+
+class _Pages:
+    """One rank's pages. With context parallelism ranks need different numbers of them; so that
+    all decide alike each reckons with what the rank needs that needs most."""
+
+    def __init__(self, rank: SimRank) -> None:
+        self._rank = rank
+        self._free = list(range(rank.memory.num_pages - 1, -1, -1))
+        self.num_left = rank.memory.num_pages
+
+    def take(self, num_tokens: int) -> list[int] | None:
+        """Pages for a whole prompt, and there is an aux row for it too; None while short."""
+        most = self._rank.memory.most_pages_of(num_tokens)
+        if most > self.num_left or not self._rank.aux.available:
+            return None
+        self.num_left -= most
+        return [self._free.pop() for _ in range(self._rank.memory.num_pages_of(num_tokens))]
+
+    def give_back(self, pages: list[int], num_tokens: int) -> None:
+        """Nobody uses them or may write to them any more."""
+        self.num_left += self._rank.memory.most_pages_of(num_tokens)
+        self._free += pages
 
 
 @dataclass(eq=False)
@@ -49,7 +74,7 @@ class PrefillScheduler:
     def __init__(self, rank: SimRank) -> None:
         self.rank = rank
         self.endpoint = rank.endpoint
-        self._free = list(range(rank.memory.num_pages - 1, -1, -1))
+        self._pages = _Pages(rank)
         self._by_handle: dict[int, _Serving] = {}
         self._by_room: dict[int, _Serving] = {}
         self._waiting: deque[RequestSpec] = deque()  # their room is live yet
@@ -57,7 +82,7 @@ class PrefillScheduler:
 
     def num_free(self) -> tuple[int, int]:
         """(pages, aux rows) free here."""
-        return len(self._free), self.rank.aux.available
+        return self._pages.num_left, self.rank.aux.available
 
     def num_waiting(self) -> int:
         """Requests that wait for memory, or for their room."""
@@ -90,9 +115,9 @@ class PrefillScheduler:
                 serving.is_bound = True
                 if serving.pages is None and serving not in self._short:
                     self._short.append(serving)
-            case RequestFailed() | Succeeded():
+            case RequestFailed() | Recompute() | Succeeded():
                 serving.is_over = True
-                if isinstance(event, RequestFailed):
+                if not isinstance(event, Succeeded):
                     self.rank.engine.host.unserved(self.rank, serving.spec, event.handle)
                 if serving in self._short:
                     self._short.remove(serving)
@@ -115,15 +140,13 @@ class PrefillScheduler:
     def _begin(self, serving: _Serving) -> bool:
         """Take memory for the whole prompt, and compute; False while it is short."""
         rank = self.rank
-        num = rank.memory.num_pages_of(serving.spec.num_tokens)
-        if num > len(self._free) or not rank.aux.available:
+        pages = self._pages.take(serving.spec.num_tokens)
+        if pages is None:
             return False
-        serving.pages = [self._free.pop() for _ in range(num)]
+        serving.pages = pages
         row = rank.aux.alloc()
         assert row is not None
         serving.aux_index = row
-        content = rank.memory.content(serving.spec.prompt, serving.spec.num_tokens)
-        rank.memory.compute(serving.pages, content, range(num))
         rank.after(serving.spec.compute_s, Input("computed", serving.handle.id))
         return True
 
@@ -144,15 +167,20 @@ class PrefillScheduler:
             rank.rank_id, range(start, stop), spec.num_tokens
         )
         assert serving.pages is not None
+        content = rank.memory.content(spec.prompt, spec.num_tokens)
         self.endpoint.send(
             serving.handle,
             tokens=range(start, stop),
             page_ids=serving.pages[where.start : where.stop],
-            ready=rank.ready_after(spec.ready_s),
+            ready=rank.compute_after(spec.ready_s, serving.pages, content, where),
         )
         serving.num_computed = stop
         if stop < spec.num_tokens:
             rank.after(spec.compute_s, Input("computed", handle_id))
+            return
+        if spec.evicts and spec.is_late and self.endpoint.evict(serving.handle):
+            rank.engine.host.aborting(rank, spec.prompt, "evicted")
+            serving.is_given_up = True
             return
         rank.aux.write(serving.aux_index, first_token=spec.prompt)
         self.endpoint.finish(serving.handle, Outcome(spec.outcome), aux_index=serving.aux_index)
@@ -175,7 +203,8 @@ class PrefillScheduler:
     def _give_back(self, serving: _Serving) -> None:
         if serving.pages is not None:
             self.rank.memory.forget(serving.pages)
-            self._free += serving.pages
+            self._pages.give_back(serving.pages, serving.spec.num_tokens)
+            serving.pages.clear()
             self.rank.aux.free(serving.aux_index)
 
 
@@ -184,6 +213,7 @@ class _Receiving:
     """A request at decode, from `submit` to the last use of its pages."""
 
     spec: RequestSpec
+    prefill: SimEngine
     identity: Identity
     pages: list[int] = field(default_factory=list)
     aux_index: int = -1
@@ -197,18 +227,19 @@ class DecodeScheduler:
     def __init__(self, rank: SimRank) -> None:
         self.rank = rank
         self.endpoint = rank.endpoint
-        self._free = list(range(rank.memory.num_pages - 1, -1, -1))
+        self._pages = _Pages(rank)
         self._attempt = 0
         self._live: dict[Any, _Receiving] = {}
         self._waiting: deque[tuple[RequestSpec, SimEngine]] = deque()
+        self._short: deque[_Receiving] = deque()  # announced and computed; pages are short
 
     def num_free(self) -> tuple[int, int]:
         """(pages, aux rows) free here."""
-        return len(self._free), self.rank.aux.available
+        return self._pages.num_left, self.rank.aux.available
 
     def num_waiting(self) -> int:
         """Requests that wait for memory, or for their room."""
-        return len(self._waiting)
+        return len(self._waiting) + len(self._short)
 
     def step(self, inputs: Sequence[Input], events: Sequence[EndpointEvent]) -> None:
         """One iteration."""
@@ -225,22 +256,27 @@ class DecodeScheduler:
                 self._give_back(item_live)
             elif item.verb == "gone":
                 self.endpoint.declare_gone(item.value)
+        while self._short and self._allocate(self._short[0]):
+            self._short.popleft()
         while self._waiting and self._submit(*self._waiting[0]):
             self._waiting.popleft()
 
     def _submit(self, spec: RequestSpec, prefill: SimEngine) -> bool:
         rank = self.rank
-        num = rank.memory.num_pages_of(spec.num_tokens)
-        if num > len(self._free) or not rank.aux.available:
+        if spec.is_late:
+            self._announce(spec, prefill)
+            return True
+        pages = self._pages.take(spec.num_tokens)
+        if pages is None:
             return False
-        pages = [self._free.pop() for _ in range(num)]
         row = rank.aux.alloc()
         assert row is not None
         self._attempt += 1
         identity = Identity(spec.room, self._attempt, rank.engine.incarnation)
+        rank.submitting(identity, spec.prompt, prefill)
         num_held = rank.expect(identity, spec, prefill, pages)
         rank.memory.rows[row] = identity
-        live = self._live[identity] = _Receiving(spec, identity, pages, row)
+        live = self._live[identity] = _Receiving(spec, prefill, identity, pages, row)
         self.endpoint.submit(
             room=spec.room,
             attempt=self._attempt,
@@ -249,6 +285,38 @@ class DecodeScheduler:
             decode_prefix_len=spec.prefix,
             page_ids=live.pages[num_held:],
             aux_index=row,
+        )
+        return True
+
+    def _announce(self, spec: RequestSpec, prefill: SimEngine) -> None:
+        self._attempt += 1
+        identity = Identity(spec.room, self._attempt, self.rank.engine.incarnation)
+        self.rank.submitting(identity, spec.prompt, prefill)
+        self._live[identity] = _Receiving(spec, prefill, identity)
+        self.endpoint.announce(
+            room=spec.room,
+            attempt=self._attempt,
+            prefill=prefill.record,
+            num_tokens=spec.num_tokens,
+        )
+
+    def _allocate(self, live: _Receiving) -> bool:
+        """Pages for an announced request; False while they are short."""
+        rank, spec = self.rank, live.spec
+        pages = self._pages.take(spec.num_tokens)
+        if pages is None:
+            return False
+        live.pages = pages
+        row = rank.aux.alloc()
+        assert row is not None
+        live.aux_index = row
+        num_held = rank.expect(live.identity, spec, live.prefill, live.pages)
+        rank.memory.rows[row] = live.identity
+        self.endpoint.allocate(
+            live.identity,
+            page_ids=live.pages[num_held:],
+            aux_index=row,
+            decode_prefix_len=spec.prefix,
         )
         return True
 
@@ -262,12 +330,15 @@ class DecodeScheduler:
                     self.rank.after(live.spec.hold_s, Input("used", event.key))
                 else:
                     live.is_used = False
-            case RequestFailed(cause=cause):
+            case Computed():
+                self._short.append(live)
+            case RequestFailed(cause=cause) | Recompute(cause=cause):
                 live.is_used = False
+                if live in self._short:
+                    self._short.remove(live)
                 self.rank.engine.host.ended(self.rank, live.spec, cause)
             case Released():
                 live.is_released = True
-                self.rank.engine.host.released(self.rank, live.spec)
                 self._give_back(live)
 
     def _abort(self, spec: RequestSpec, cause: str) -> None:
@@ -279,7 +350,10 @@ class DecodeScheduler:
     def _give_back(self, live: _Receiving) -> None:
         if live.is_released and not live.is_used:
             del self._live[live.identity]
+            if not live.pages:
+                return  # announced only
             self.rank.memory.forget(live.pages)
+            del self.rank.memory.pages[live.identity]
             del self.rank.memory.rows[live.aux_index]
-            self._free += live.pages
+            self._pages.give_back(live.pages, live.spec.num_tokens)
             self.rank.aux.free(live.aux_index)

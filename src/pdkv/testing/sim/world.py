@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from pdkv.endpoint import Succeeded
 from pdkv.protocol import Identity
 from pdkv.testing.sim.checkers import Checkers, Trouble, check_idle
 from pdkv.testing.sim.engine import Input, Scheduler, SimEngine, SimRank
@@ -168,7 +169,7 @@ class World:
         self._tries[spec.prompt] += 1
         decode, prefill = self.engines[spec.decode], self.engines[spec.prefill]
         if not decode.is_alive or not prefill.is_alive:
-            self._release_followers(spec)
+            self._free_room(spec)
             return
         self._live.add(spec.prompt)
         early = min(0.0, spec.open_after_s)
@@ -188,7 +189,12 @@ class World:
     def _open(self, prefill: SimEngine, spec: RequestSpec, num_tries: int) -> None:
         """Prefill hears of it, unless decode has given it up meanwhile."""
         self._num_due -= 1
-        if prefill.is_alive and (spec.prompt, num_tries) not in self._over:
+        if spec.is_lost and num_tries == 1:
+            self.effects["open_lost"] += 1
+            self.checkers.roots[spec.prompt].add("first bytes")
+            self.checkers.roots[spec.prompt].add("Computed from prefill")
+            self.checkers.roots[spec.prompt].add("never opened")
+        elif prefill.is_alive and (spec.prompt, num_tries) not in self._over:
             prefill.tell(Input("arrive", spec))
 
     def _tell(self, delay_s: float, engine: SimEngine, inputs: Input) -> None:
@@ -211,21 +217,16 @@ class World:
 
     def _conclude(self, spec: RequestSpec, cause: str) -> None:
         self._live.discard(spec.prompt)
-        if cause:
-            self._over.add((spec.prompt, self._tries[spec.prompt]))
-            # Prefill may never have heard of it: then nobody would ever ask for the room.
-            self._tell(0.002, self.engines[spec.prefill], Input("abandon", spec, cause))
-            if self._tries[spec.prompt] <= spec.retries:
-                self.effects["retry"] += 1
-                self._num_due += 1
-                self.timeline.after(_RETRY_S, self._arrive, spec)
-
-    def released(self, rank: SimRank, subject: RequestSpec) -> None:
-        """No word about the room is under way any more: another prompt may have it."""
-        if (
-            subject.prompt not in self._live and self._tries[subject.prompt] > subject.retries
-        ) or self.checkers.is_served(subject.prompt):
-            self._release_followers(subject)
+        self._over.add((spec.prompt, self._tries[spec.prompt]))
+        # Prefill may never have heard of it, or twice: then nobody would ask for the room again.
+        text = cause or "decode has it already"
+        self._tell(0.002, self.engines[spec.prefill], Input("abandon", spec, text))
+        if cause and self._tries[spec.prompt] <= spec.retries:
+            self.effects["retry"] += 1
+            self._num_due += 1
+            self.timeline.after(_RETRY_S, self._arrive, spec)
+        else:
+            self._free_room(spec)
 
     def unserved(self, rank: SimRank, subject: RequestSpec, handle: int) -> None:
         """A handle failed. If it was for an earlier try, or for none, decode still waits."""
@@ -239,13 +240,21 @@ class World:
             self._num_due += 1
             self.timeline.after(0.001, self._open, rank.engine, spec, self._tries[spec.prompt])
 
-    def _release_followers(self, spec: RequestSpec) -> None:
-        for later in self.scenario.requests:
-            if later.follows == spec.prompt and later.prompt not in self._seen:
-                self._seen.add(later.prompt)
-                self.effects["room_reused"] += 1
-                self._num_due += 1
-                self.timeline.after(0.001, self._arrive, later)
+    def _free_room(self, spec: RequestSpec) -> None:
+        """Another prompt may have the room once no word about it can be under way any more."""
+        later = next((s for s in self.scenario.requests if s.follows == spec.prompt), None)
+        if later is None:
+            return
+        self._num_due += 1
+        if self.checkers.is_settled(spec.prompt):
+            self.effects["room_reused"] += 1
+            self.timeline.after(0.005, self._arrive, later)
+        else:
+            self.timeline.after(0.01, self._free_again, spec)
+
+    def _free_again(self, spec: RequestSpec) -> None:
+        self._num_due -= 1
+        self._free_room(spec)
 
     # -- the operator ----------------------------------------------------------------------------
 
@@ -302,12 +311,17 @@ class World:
 
     # -- what ranks report -----------------------------------------------------------------------
 
-    def submitting(self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine) -> int:
-        """A decode rank has taken pages for an identity."""
+    def submitting(
+        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine
+    ) -> None:
+        """A decode rank is about to submit or announce."""
         attempt = self.checkers.start(identity, prompt, rank.engine, self.timeline.now)
         attempt.peer = prefill.index
         if not prefill.is_alive:
             attempt.blames.add("prefill is dead")
+
+    def mark_of(self, identity: Identity) -> int:
+        """The mark of an identity in its ranks' memory."""
         return self._marks.setdefault(identity, len(self._marks) % 120 + 1)
 
     def opened(self, rank: SimRank, handle: int, prompt: int) -> None:
@@ -326,6 +340,17 @@ class World:
     def saw(self, rank: SimRank, event: Any) -> None:
         """A rank's scheduler is about to see an event."""
         self.checkers.saw(rank, event, self.timeline.now)
+        if isinstance(event, Succeeded) and event.handle:
+            self._check_arrived(rank, event.key)
+
+    def _check_arrived(self, rank: SimRank, key: Any) -> None:
+        """What prefill calls a success is whole on every decode rank that still has the pages."""
+        attempt = self.checkers.attempts.get(key)
+        if attempt is not None and attempt.engine.is_alive:
+            for reader in attempt.engine.ranks:
+                pages = reader.memory.pages.get(key)
+                if pages is not None:
+                    reader.memory.check_pages(pages, "when prefill succeeded")
 
     def iterated(self, engine: SimEngine) -> None:
         """All ranks of an engine have done an iteration."""

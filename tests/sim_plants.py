@@ -1,0 +1,576 @@
+"""Faults planted into the library, one at a time: what the simulator must find.
+
+Each is a mistake that an engine of this field has made, or nearly. A plant changes the library by
+monkeypatching alone; nothing in the library knows of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import pytest
+
+from pdkv.endpoint.core import NodeCore
+from pdkv.endpoint.links import Links
+from pdkv.endpoint.peers import PeerTable
+from pdkv.endpoint.records import Graveyard
+from pdkv.endpoint.requests import Requests
+from pdkv.endpoint.rooms import Rooms
+from pdkv.endpoint.writes import Writes, _Write
+from pdkv.plan import Tag
+from pdkv.request.arrivals import Arrivals
+from pdkv.request.events import (
+    PeerFailed,
+    PeerLost,
+    PeerQuiet,
+    PeerSeen,
+    PostTag,
+    SendToPeer,
+    Tick,
+    WriteEnded,
+)
+from pdkv.request.machine import Machine
+from pdkv.request.outbox import Outbox
+from pdkv.request.receiver import ReceiverMachine
+from pdkv.request.sender import SenderMachine
+from pdkv.request.states import KVPoll
+
+Patch = Callable[[pytest.MonkeyPatch], None]
+
+
+@dataclass(frozen=True)
+class Plant:
+    """A named mistake and how to make it."""
+
+    name: str
+    patch: Patch
+
+
+PLANTS: list[Plant] = []
+
+
+def plant(name: str) -> Callable[[Patch], Patch]:
+    def add(patch: Patch) -> Patch:
+        PLANTS.append(Plant(name, patch))
+        return patch
+
+    return add
+
+
+def around(patch: pytest.MonkeyPatch, owner: type, name: str, wrap: Callable[..., Any]) -> None:
+    """Replace a method by `wrap(original, self, *arguments)`."""
+    original = getattr(owner, name)
+
+    def method(self: Any, *arguments: Any, **named: Any) -> Any:
+        return wrap(original, self, *arguments, **named)
+
+    patch.setattr(owner, name, method)
+
+
+# -- memory ---------------------------------------------------------------------------------------
+
+
+@plant("no draining: an outcome frees the pages")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def settle(original: Any, self: ReceiverMachine, now: float) -> Any:
+        actions = original(self, now)
+        if self.poll.is_terminal:
+            self._quiet()
+        return actions
+
+    around(patch, ReceiverMachine, "_settle", settle)
+
+
+@plant("release is decided by one rank")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.testing.sim.engine as engine
+
+    original = engine.agree
+
+    def agree(votes: Any) -> Any:
+        verdicts = original(votes)
+        free = {key for rank in votes for key, vote in rank.items() if vote.released}
+        return tuple(
+            msgspec.structs.replace(v, released=v.released or v.key in free) for v in verdicts
+        )
+
+    patch.setattr(engine, "agree", agree)
+
+
+@plant("a timeout frees the pages")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def tick(original: Any, self: ReceiverMachine, now: float) -> Any:
+        if self.poll.is_terminal and now - self.changed_at > 0.15:
+            self._unquiet.clear()
+        return original(self, now)
+
+    around(patch, ReceiverMachine, "_on_tick", tick)
+
+
+@plant("a handle that ended in an error counts as quiesced")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def ended(original: Any, self: SenderMachine, event: WriteEnded, now: float) -> Any:
+        return original(self, msgspec.structs.replace(event, quiet=True), now)
+
+    around(patch, SenderMachine, "_on_write_ended", ended)
+
+
+@plant("the first error frees while siblings are being written")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def ended(original: Any, self: SenderMachine, event: WriteEnded, now: float) -> Any:
+        actions = original(self, event, now)
+        if event.error:
+            self._outbox.in_flight.clear()
+        return actions
+
+    around(patch, SenderMachine, "_on_write_ended", ended)
+
+
+@plant("Quiesced is said at once, whatever is in flight")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Outbox, "busy_peers", lambda self: set())
+
+
+@plant("a restarted peer counts as quiet")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def lose(original: Any, self: NodeCore, peer: Any, cause: str) -> Any:
+        original(self, peer, cause)
+        if cause == "restarted":
+            self.requests.tell_all(peer, PeerQuiet(peer.rank_id))
+
+    around(patch, NodeCore, "_lose", lose)
+
+
+@plant("a silent peer counts as quiet")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def lose(original: Any, self: NodeCore, peer: Any, cause: str) -> Any:
+        original(self, peer, cause)
+        self.requests.tell_all(peer, PeerQuiet(peer.rank_id))
+
+    around(patch, NodeCore, "_lose", lose)
+
+
+@plant("one life declared gone frees what others may write")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def gone(original: Any, self: Requests, incarnation: bytes, now: float) -> Any:
+        original(self, incarnation, now)
+        for owner in self.owners():
+            for rank_id in self.peer_ranks(owner):
+                self.inbox.append((owner, PeerQuiet(rank_id)))
+        self.run(now)
+
+    around(patch, Requests, "declare_gone", gone)
+
+
+@plant("what was abandoned is posted all the same")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def abandon(original: Any, self: Writes, owner: Any) -> Any:
+        kept = [w for lane in self._lanes.values() for w in lane.pending if w.owner is owner]
+        events = original(self, owner)
+        for write in kept:
+            if write.parts is None:
+                self._lanes[write.peer.backend_key].pending.append(write)
+        return events
+
+    around(patch, Writes, "abandon", abandon)
+
+
+@plant("prefill's success does not wait for its writes")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def is_empty(self: Outbox) -> bool:
+        return not (any(self._queues.values()) or self._waiting)
+
+    patch.setattr(Outbox, "is_empty", property(is_empty))
+
+
+@plant("a write does not wait for its ready event")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def queue(original: Any, self: Writes, owner: Any, peer: Any, tag: Tag, ready: Any) -> Any:
+        return original(self, owner, peer, tag, ())
+
+    around(patch, Writes, "queue", queue)
+
+
+# -- bytes ----------------------------------------------------------------------------------------
+
+
+@plant("the last tag means done")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def arrive(original: Any, self: Arrivals, tag: Tag, *, is_staged: bool) -> Any:
+        found = original(self, tag, is_staged=is_staged)
+        if tag == max(self.expected, key=lambda t: (t.component, t.chunk)):
+            self.missing.clear()
+        return found
+
+    around(patch, Arrivals, "arrive", arrive)
+
+
+@plant("the number of notifications means done")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def arrive(original: Any, self: Arrivals, tag: Tag, *, is_staged: bool) -> Any:
+        is_double = tag in self.expected and tag not in self.missing
+        if is_double and self.missing:
+            self.missing.pop()
+        return original(self, tag, is_staged=is_staged)
+
+    around(patch, Arrivals, "arrive", arrive)
+
+
+@plant("a stage-local rank in the tag")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.endpoint.writes as writes
+
+    original = writes.encode_notification
+
+    def encode(note: Any) -> bytes:
+        tag = note.tag
+        return original(note._replace(tag=Tag(tag.writer % 2, tag.component, tag.chunk)))
+
+    patch.setattr(writes, "encode_notification", encode)
+
+
+@plant("a notification is matched by its room")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.endpoint.core as core
+
+    original = core.decode_notification
+
+    def notified(self: NodeCore, data: bytes, now: float) -> None:
+        note = original(data)
+        for identity, owner in self.requests.receivers.items():
+            if identity.room == note.identity.room:
+                for event in self._arrived(owner, note.tag, is_staged=note.is_staged):
+                    self.requests.inbox.append((owner, event))
+
+    patch.setattr(NodeCore, "_on_notification", notified)
+
+
+@plant("the notification overtakes the other parts of its tag")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(_Write, "must_wait", property(lambda self: False))
+
+
+@plant("an error of the backend is overlooked")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def ended(original: Any, self: SenderMachine, event: WriteEnded, now: float) -> Any:
+        return original(self, msgspec.structs.replace(event, error=""), now)
+
+    around(patch, SenderMachine, "_on_write_ended", ended)
+
+
+@plant("what is in flight is reported as sent")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def sent(original: Any, self: Outbox, peer: int) -> Any:
+        direct, staged = original(self, peer)
+        flying = [tag for reader, tag in self.in_flight if reader == peer]
+        return (*direct, *((tag.component, tag.chunk) for tag in flying)), staged
+
+    around(patch, Outbox, "sent", sent)
+
+
+@plant("the aux row is written twice")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def post(original: Any, self: SenderMachine, now: float) -> Any:
+        actions = original(self, now)
+        last = [a for a in actions if isinstance(a, PostTag) and a.tag.component == 1]
+        return actions + last
+
+    around(patch, SenderMachine, "_post", post)
+
+
+@plant("success does not wait for the aux row")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def complete(original: Any, self: ReceiverMachine) -> bool:
+        kept = self.arrivals.missing
+        self.arrivals.missing = {tag for tag in kept if tag.component == 0}
+        found = original(self)
+        self.arrivals.missing = kept
+        return bool(found)
+
+    around(patch, ReceiverMachine, "_is_complete", complete)
+
+
+@plant("page ids are sent in the order of the pool")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.endpoint.decode as decode
+
+    original = decode.pack_page_ids
+    patch.setattr(decode, "pack_page_ids", lambda ids: original(sorted(ids)))
+
+
+@plant("the prefix is ignored by the sender")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def fill(original: Any, self: Outbox, peer: int, info: Any, *rest: Any) -> Any:
+        return original(self, peer, msgspec.structs.replace(info, decode_prefix_len=0), *rest)
+
+    around(patch, Outbox, "fill", fill)
+
+
+@plant("the first reader's page ids serve all readers")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def runs(original: Any, self: Writes, write: Any) -> Any:
+        infos = write.owner.machine.infos
+        first = infos[min(infos)]
+        own = infos[write.peer.rank_id]
+        infos[write.peer.rank_id] = msgspec.structs.replace(own, dst_page_ids=first.dst_page_ids)
+        try:
+            return original(self, write)
+        finally:
+            infos[write.peer.rank_id] = own
+
+    around(patch, Writes, "_runs", runs)
+
+
+@plant("a full queue counts as posted")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def hand_over(original: Any, self: Writes, lane: Any, write: Any) -> bool:
+        if not original(self, lane, write):
+            write.parts.popleft()
+        return True
+
+    around(patch, Writes, "_hand_over", hand_over)
+
+
+# -- identities -----------------------------------------------------------------------------------
+
+
+@plant("a tombstone without attempt")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def get(self: Graveyard, identity: Any) -> Any:
+        stones = [s for i, s in self._tombstones.items() if i.room == identity.room]
+        return stones[-1] if stones else None
+
+    patch.setattr(Graveyard, "get", get)
+
+
+@plant("an ask is answered by whoever has the room")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rooms, "_sender_of", lambda self, identity: self._open.get(identity.room))
+
+
+@plant("a room's failure answers every later attempt")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def cause(self: Graveyard, room: int, identity: Any) -> Any:
+        dead = self._rooms.get(room)
+        return (dead.cause, dead.recompute) if dead else ("", False)
+
+    patch.setattr(Graveyard, "cause_of_room", cause)
+    patch.setattr(Graveyard, "reopen", lambda self, room: None)
+
+
+@plant("a dead engine keeps its room")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rooms, "drop_early", lambda self, incarnation: None)
+
+
+@plant("a peer's epoch does not grow")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PeerTable, "next_epoch", lambda self: 1)
+
+
+@plant("a life that is gone is heard")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Links, "is_gone", lambda self, incarnation: False)
+
+
+# -- outcomes -------------------------------------------------------------------------------------
+
+
+@plant("Failed is overwritten by a later success")
+def _(patch: pytest.MonkeyPatch) -> None:
+    from pdkv.request.states import SENDER_TABLE, Trigger
+
+    table = {**SENDER_TABLE, (KVPoll.Failed, Trigger.COMPLETED): KVPoll.Success}
+    patch.setattr(SenderMachine, "_table", table)
+
+
+@plant("the first cause is lost on its way")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def on_peer(original: Any, self: ReceiverMachine, event: Any, now: float) -> Any:
+        if isinstance(event, PeerFailed | PeerQuiet):
+            event = msgspec.structs.replace(event, cause="the peer failed")
+        return original(self, event, now)
+
+    around(patch, ReceiverMachine, "_on_peer", on_peer)
+
+
+@plant("the last cause replaces the first")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def failed(original: Any, self: Machine, trigger: Any, now: float, cause: str = "") -> Any:
+        moved = original(self, trigger, now, cause)
+        if self.poll is KVPoll.Failed and cause:
+            self.cause = cause
+        return moved
+
+    def news(original: Any, self: Any, now: float) -> Any:
+        if self.told and self.machine.poll is KVPoll.Failed:
+            self.told = ()
+        return original(self, now)
+
+    from pdkv.endpoint.records import Receiving, Sending
+
+    around(patch, Machine, "_move", failed)
+    around(patch, Receiving, "news", news)
+    around(patch, Sending, "news", news)
+
+
+@plant("success needs one rank")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.testing.sim.engine as engine
+
+    original = engine.agree
+
+    def agree(votes: Any) -> Any:
+        every = [item for rank in votes for item in rank.items()]
+        best = {key: vote for key, vote in every if vote.poll == KVPoll.Success}
+        return original([{**rank, **{k: best[k] for k in best if k in rank}} for rank in votes])
+
+    patch.setattr(engine, "agree", agree)
+
+
+@plant("each rank fails by itself")
+def _(patch: pytest.MonkeyPatch) -> None:
+    from pdkv.endpoint.gate import Gate
+
+    def update(original: Any, self: Gate, change: Any) -> Any:
+        original(self, change)
+        entry = self._by_ref.get(change.ref)
+        if entry is not None and change.poll is KVPoll.Failed:
+            entry.applied = KVPoll.Failed
+
+    around(patch, Gate, "update", update)
+
+
+@plant("a group's failure does not reach a rank that has not begun")
+def _(patch: pytest.MonkeyPatch) -> None:
+    from pdkv.endpoint.gate import Gate
+
+    def apply_one(original: Any, self: Gate, verdict: Any) -> Any:
+        return original(self, verdict) if verdict.key in self._by_key else ([], [])
+
+    around(patch, Gate, "_apply_one", apply_one)
+
+
+# -- waits ----------------------------------------------------------------------------------------
+
+
+@plant("a keepalive refreshes every deadline")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def seen(original: Any, self: ReceiverMachine, event: PeerSeen, now: float) -> Any:
+        self._waiting_since = self._progress_at = self._started_at = now
+        return original(self, event, now)
+
+    around(patch, ReceiverMachine, "_on_seen", seen)
+
+
+@plant("no deadline is looked at")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def handle(original: Any, self: Machine, event: Any, now: float) -> Any:
+        return [] if isinstance(event, Tick) else original(self, event, now)
+
+    around(patch, Machine, "handle", handle)
+
+
+@plant("a lost notification is not asked for")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceiverMachine, "_ask", lambda self, peers, now: [])
+
+
+@plant("a lost TransferInfo is not sent again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(ReceiverMachine, "_on_seen", lambda self, event, now: [])
+
+
+@plant("a lost Hello is not sent again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Links, "greet_again", lambda self, now: None)
+
+
+@plant("a lost Abort is not sent again")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def tick(original: Any, self: ReceiverMachine, now: float) -> Any:
+        return [] if self.poll.is_terminal else original(self, now)
+
+    around(patch, ReceiverMachine, "_on_tick", tick)
+
+
+@plant("one lost frame loses the peer")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def lost(original: Any, self: Links, now: float) -> Any:
+        silent = [p for p in self.peers if p.state.name == "READY" and now - p.heard_at > 0.16]
+        for peer in silent:
+            peer.state = type(peer.state).LOST
+        return silent
+
+    around(patch, Links, "lost", lost)
+
+
+@plant("a lost peer stays lost")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def on_frame(original: Any, self: NodeCore, data: bytes, now: float) -> Any:
+        before = {peer.key: peer.state for peer in self.links.peers}
+        original(self, data, now)
+        for peer in self.links.peers:
+            if before.get(peer.key) is type(peer.state).LOST:
+                peer.state = type(peer.state).LOST
+
+    around(patch, NodeCore, "_on_frame", on_frame)
+
+
+# -- books ----------------------------------------------------------------------------------------
+
+
+@plant("a peer is kept in use by requests that are over")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Links, "let_go", lambda self, identity: None)
+
+
+@plant("a sender is not forgotten")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def forget(original: Any, self: Rooms, owner: Any, now: float) -> Any:
+        original(self, owner, now)
+        if owner.machine.identity is not None:
+            self.by_identity[owner.machine.identity] = owner
+
+    around(patch, Rooms, "forget", forget)
+
+
+@plant("exposed pages are not taken back")
+def _(patch: pytest.MonkeyPatch) -> None:
+    from pdkv.endpoint.base import Endpoint
+    from pdkv.endpoint.prefill import PrefillEndpoint
+
+    patch.setattr(Endpoint, "_forget", lambda self, event: None)
+    patch.setattr(PrefillEndpoint, "_forget", lambda self, event: None)
+
+
+@plant("an exception of a machine is swallowed")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def handle(original: Any, self: Machine, event: Any, now: float) -> Any:
+        if isinstance(event, PeerLost):
+            raise RuntimeError("planted")
+        return original(self, event, now)
+
+    around(patch, Machine, "handle", handle)
+
+    def feed(original: Any, self: Requests, owner: Any, event: Any, now: float) -> Any:
+        if isinstance(event, PeerLost):
+            return None
+        return original(self, owner, event, now)
+
+    around(patch, Requests, "_feed", feed)
+
+
+@plant("a dummy is told nothing")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def handle(original: Any, self: Machine, event: Any, now: float) -> Any:
+        return [
+            action
+            for action in original(self, event, now)
+            if not (isinstance(action, SendToPeer) and getattr(action.message, "is_dummy", False))
+        ]
+
+    around(patch, ReceiverMachine, "handle", handle)
