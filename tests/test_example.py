@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from multiprocessing.connection import wait
 from pathlib import Path
 
 import numpy as np
@@ -67,8 +68,8 @@ def model_folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def undivided(folder: Path, num_tokens: int) -> list:
-    """Two turns of a conversation, by one model in this process."""
+def undivided(folder: Path, num_tokens: int, num_turns: int = 2, seed: int = 3) -> list:
+    """Turns of a conversation, by one model in this process."""
     from model import NUM_PAGES, Llama, engine_layout
     from reference import Turn
     from weights import load
@@ -76,9 +77,9 @@ def undivided(folder: Path, num_tokens: int) -> list:
     config, weights = load(folder)
     model = Llama(config, weights, KVPool(engine_layout(config, 1), 0, NUM_PAGES))
     pages = np.arange(NUM_PAGES, dtype=np.int32)
-    prompt = np.random.default_rng(3).integers(0, config.vocab, 150).tolist()
+    prompt = np.random.default_rng(seed).integers(0, config.vocab, 150).tolist()
     turns = []
-    for _ in range(2):
+    for _ in range(num_turns):
         answer: list[int] = []
         hidden = model.forward(prompt, 0, pages)
         while len(answer) < num_tokens:
@@ -116,3 +117,63 @@ def test_two_turns_between_engines_of_unequal_size(
         with pytest.raises(EngineFailed, match=r"decode TP\d, rank 0 has died \(exit code -9\)"):
             answers(decode)
     assert not any(process.is_alive() for process in prefill.processes + decode.processes)
+
+
+def test_retracted_requests_of_the_example_resume_with_the_same_tokens(model_folder: Path) -> None:
+    from engine import Engine, answers
+
+    turns = [undivided(model_folder, 40, num_turns=1, seed=seed)[0] for seed in range(3)]
+    # 3 x 150 tokens are 30 pages; none of them can grow by 40 more while the others stay.
+    with (
+        Engine("prefill", 1, model_folder) as prefill,
+        Engine("decode", 1, model_folder, num_pages=31) as decode,
+    ):
+        addresses, _ = answers(prefill, decode)
+        requests = [
+            {"room": room, "prompt": turn.prompt, "max_new_tokens": 40, "reuse": False}
+            for room, turn in enumerate(turns)
+        ]
+        record = prefill.record(addresses)
+        decode.command("decode", prefill=record, requests=requests, end_token=-1)
+        prefill.command("prefill", requests=requests)
+        _, (reports,) = answers(prefill, decode)
+        assert [report["failed"] for report in reports] == ["", "", ""]
+        assert sum(report["num_retractions"] for report in reports) > 0
+        for report, turn in zip(reports, turns, strict=True):
+            assert report["tokens"] == turn.answer
+        decode.command("memory")
+        assert answers(decode) == [[[31, 31, 0]]]
+
+
+@pytest.mark.parametrize("stage", [pytest.param("transfer", marks=pytest.mark.check), "running"])
+def test_a_killed_rank_ends_the_requests_of_its_group_and_a_fresh_group_goes_on(
+    model_folder: Path, stage: str
+) -> None:
+    from demo import run_turn
+    from engine import Engine, answers
+
+    (turn,) = undivided(model_folder, 4, num_turns=1)
+    with Engine("prefill", 1, model_folder) as prefill:
+        ((address,),) = answers(prefill)
+        record = prefill.record([address])
+        with Engine("decode", 3, model_folder) as decode:
+            answers(decode)
+            request = {"room": 1, "prompt": turn.prompt, "max_new_tokens": 1200, "reuse": True}
+            decode.command("decode", prefill=record, requests=[request], end_token=-1)
+            if stage == "running":
+                prefill.command("prefill", requests=[request])
+                ((((sent,),),)) = answers(prefill)
+                assert sent["failed"] == ""
+            else:
+                # All three wait for the cache; nobody has an answer.
+                assert not wait(decode.pipes, timeout=1.0)
+            decode.processes[1].kill()
+            for rank in (0, 2):
+                (report,) = decode.pipes[rank].recv()
+                assert report["failed"].startswith("the group of decode is broken")
+            decode.stop(grace_s=0.0)
+        prefill.command("memory", gone=decode.incarnation)
+        assert answers(prefill) == [[[96, 96, 0]]]
+        with Engine("decode", 3, model_folder) as fresh:
+            answers(fresh)
+            run_turn(prefill, fresh, record, turn, room=2, reuse=True, end=-1)

@@ -37,25 +37,35 @@ class BypassCounter:
         return admitted
 
 
-def simulate(seed: int, num_requests: int, src_tp: int, dst_tp: int) -> Counter[str]:
-    """One life of two engines; what happened, by name."""
-    rng = random.Random(seed)
-    world = World()
-    prefill_engine = world.engine("p", small_layout(num_layers=1, tp_size=src_tp))
-    decode_engine = world.engine("d", small_layout(num_layers=1, tp_size=dst_tp))
-    settings = QueueSettings(
+def drawn(rng: random.Random) -> QueueSettings:
+    """Any of the policies."""
+    return QueueSettings(
         allocation=rng.choice(["early", "late"]),
         max_bypassed=MAX_BYPASSED,
         retraction=rng.choice(["host", "recompute"]),
         when_host_full=rng.choice(["recompute", "abort"]),
     )
+
+
+def simulate(
+    seed: int,
+    num_requests: int,
+    src_tp: int,
+    dst_tp: int,
+    settings: QueueSettings | None = None,
+) -> Counter[str]:
+    """One life of two engines; what happened, by name."""
+    rng = random.Random(seed)
+    world = World()
+    prefill_engine = world.engine("p", small_layout(num_layers=1, tp_size=src_tp))
+    decode_engine = world.engine("d", small_layout(num_layers=1, tp_size=dst_tp))
     decode = DecodeSide(
         decode_engine,
         prefill_engine,
         num_pages=rng.choice([6, 8]),
-        settings=settings,
+        settings=settings or drawn(rng),
         with_prefix=rng.random() < 0.7,
-        host_pages=rng.choice([4, 16]),
+        host_pages=4 if settings else rng.choice([4, 16]),
         size=3,
         pre_alloc_size=3,
         reserved_decode_tokens=rng.choice([0, 4]),
@@ -109,8 +119,16 @@ def test_thirty_requests_over_pools_that_hold_three(seed: int) -> None:
 
 @pytest.mark.check
 def test_a_thousand_requests_over_pools_that_hold_three() -> None:
-    names: Counter[str] = Counter()
-    for seed in (100, 101):
-        names += simulate(seed, 1000, *[(1, 1), (1, 2)][seed % 2])
-    for name in ("answered", "evicted", "RequestRetracted", "RequestResumed", *LEGITIMATE):
-        assert names[name] >= 10, f"{name} hardly ever happened: {names}"
+    """Aborts, evictions, late allocation, retraction to a host that is often full, recompute."""
+    settings = QueueSettings(allocation="late", max_bypassed=MAX_BYPASSED)
+    names = simulate(1, 1000, 1, 2, settings)
+    wanted = ("answered", "evicted", "RequestRetracted", "RequestResumed", LEGITIMATE[0])
+    assert min(names[name] for name in wanted) >= 10, names
+    assert names["RequestReady"] > names["answered"] + 10, f"hardly any recompute: {names}"
+
+
+@pytest.mark.check
+def test_victims_of_a_full_host_may_be_aborted() -> None:
+    settings = QueueSettings(when_host_full="abort", max_bypassed=MAX_BYPASSED)
+    names = simulate(2, 200, 2, 1, settings)
+    assert names[LEGITIMATE[1]] >= 5, names

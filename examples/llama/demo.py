@@ -76,18 +76,15 @@ def run_turn(
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """One request; what each prefill and each decode rank reports of it."""
     num_tokens = len(turn.answer) if reuse else 2
+    request = {"room": room, "prompt": turn.prompt, "reuse": reuse}
     decode.command(
         "decode",
-        room=room,
-        attempt=room,
         prefill=record,
-        prompt=turn.prompt,
-        max_new_tokens=num_tokens,
+        requests=[{**request, "max_new_tokens": num_tokens}],
         end_token=end,
-        reuse=reuse,
     )
-    prefill.command("prefill", room=room, prompt=turn.prompt, reuse=reuse)
-    sent, received = answers(prefill, decode)
+    prefill.command("prefill", requests=[request])
+    sent, received = ([reports for (reports,) in side] for side in answers(prefill, decode))
     for engine, reports in ((prefill, sent), (decode, received)):
         for rank, report in enumerate(reports):
             if report["failed"]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from model import engine_layout
+from model import NUM_PAGES, engine_layout
 from processes import context
 from rank import RankSpec, run_rank
 from weights import CACHE, load
@@ -26,9 +26,11 @@ class EngineFailed(Exception):
 class Engine:
     """A prefill or a decode engine of `tp_size` processes. Use it as a context."""
 
-    def __init__(self, role: str, tp_size: int, model_folder: Path) -> None:
+    def __init__(
+        self, role: str, tp_size: int, model_folder: Path, *, num_pages: int = NUM_PAGES
+    ) -> None:
         self.name, self.tp_size = f"{role} TP{tp_size}", tp_size
-        self._incarnation = os.urandom(16)
+        self.incarnation = os.urandom(16)
         self.layout = engine_layout(load(model_folder)[0], tp_size)
         # The meeting point of the ranks; the system chooses a free port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -40,7 +42,14 @@ class Engine:
             mine, theirs = processes.Pipe()
             log = logs / f"{role}-tp{tp_size}-{rank}.log"
             spec = RankSpec(
-                role, rank, tp_size, self._incarnation, self._store.port, model_folder, log
+                role=role,
+                tp_rank=rank,
+                tp_size=tp_size,
+                incarnation=self.incarnation,
+                store_port=self._store.port,
+                num_pages=num_pages,
+                model_folder=model_folder,
+                log=log,
             )
             process = processes.Process(target=run_rank, args=(spec, theirs), daemon=True)
             process.start()
@@ -58,7 +67,7 @@ class Engine:
     def record(self, addresses: list[str]) -> bytes:
         """What this engine publishes, for the other engine."""
         return EngineRecord(
-            incarnation=self._incarnation, layout=self.layout, addresses=tuple(addresses)
+            incarnation=self.incarnation, layout=self.layout, addresses=tuple(addresses)
         ).to_bytes()
 
     def command(self, name: str, **arguments: Any) -> None:

@@ -1,7 +1,8 @@
-"""One tensor-parallel rank of an engine: a process that obeys its parent, one request at a time.
+"""One tensor-parallel rank of an engine: a process that serves what its parent hands it.
 
-All ranks of an engine get the same commands, run the same code and see the same events, because
-every event passes `agree` over the votes of all. What a real engine has in its place: a scheduler.
+All ranks of an engine get the same commands, run the same queues and see the same events, because
+everything that a rank knows alone passes a gate: the votes of a step go through one collective.
+What a real engine adds: a loop that never ends, and one forward pass for the whole batch.
 """
 
 from __future__ import annotations
@@ -17,30 +18,42 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 import torch.distributed as dist
-from model import AUX_FIELDS, CHUNK_TOKENS, NUM_PAGES, PAGE_SIZE, Llama, engine_layout
+from model import AUX_FIELDS, CHUNK_TOKENS, PAGE_SIZE, Llama, engine_layout
 from weights import load
 
 from pdkv.backends import get_backend
-from pdkv.control.gloo import gather_votes
+from pdkv.control.gloo import gather_bytes
 from pdkv.control.zmq import ZmqControl
-from pdkv.endpoint import (
-    DecodeEndpoint,
-    Node,
-    Outcome,
-    PrefillEndpoint,
-    Released,
-    RequestFailed,
-    Succeeded,
-)
+from pdkv.endpoint import DecodeEndpoint, Node, PrefillEndpoint
+from pdkv.endpoint.scheduling import DecodeDriver, PrefillDriver
 from pdkv.limits import Limits
-from pdkv.pool.aux import AuxBuffers
-from pdkv.pool.kv import KVPool
-from pdkv.pool.pages import PageAllocator
-from pdkv.rendezvous import EngineRecord
-from pdkv.request import agree
+from pdkv.pool import (
+    AuxBuffers,
+    DecodeReqToTokenPool,
+    HostPool,
+    KVPool,
+    PageAllocator,
+    RadixPrefixCache,
+)
+from pdkv.queues import (
+    DecodeContext,
+    DecodeRequest,
+    DecodeStages,
+    PrefillRequest,
+    PrefillStage,
+    PrefillStages,
+    QueueEvent,
+    RequestEnded,
+    RequestMemory,
+    RequestReady,
+    RequestRefused,
+    RequestRetracted,
+)
+from pdkv.rendezvous import EngineRecord, Known
+
+MAX_REQUESTS, MAX_CONTEXT = 8, 2048
 
 
 @dataclass(frozen=True)
@@ -52,23 +65,23 @@ class RankSpec:
     tp_size: int
     incarnation: bytes
     store_port: int
+    num_pages: int
     model_folder: Path
     log: Path
 
 
 class Rank:
-    """Model, pools, node and endpoint of one rank; `prefill` or `decode` serves a request."""
+    """Model, pools, node and queues of one rank; `prefill` or `decode` serves requests."""
 
     def __init__(self, spec: RankSpec) -> None:
-        self.tp_rank, self.tp_size = spec.tp_rank, spec.tp_size
+        self.spec, self.tp_rank, self.tp_size = spec, spec.tp_rank, spec.tp_size
         if spec.tp_size > 1:
             store = dist.TCPStore("127.0.0.1", spec.store_port, is_master=False)
             dist.init_process_group("gloo", store=store, rank=spec.tp_rank, world_size=spec.tp_size)
         config, weights = load(spec.model_folder)
         layout = engine_layout(config, spec.tp_size)
-        self.kv = KVPool(layout, spec.tp_rank, NUM_PAGES)
-        self.aux = AuxBuffers(AUX_FIELDS, num_rows=8)
-        self.pages = PageAllocator(NUM_PAGES, PAGE_SIZE)
+        self.kv = KVPool(layout, spec.tp_rank, spec.num_pages)
+        self.aux = AuxBuffers(AUX_FIELDS, num_rows=MAX_REQUESTS)
         self.model = Llama(config, weights, self.kv, tp_rank=spec.tp_rank, tp_size=spec.tp_size)
         self.node = Node(
             backend=get_backend("nixl")(),
@@ -80,148 +93,212 @@ class Rank:
             incarnation=spec.incarnation,
             limits=Limits(),
         )
-        role = {"prefill": PrefillEndpoint, "decode": DecodeEndpoint}[spec.role]
-        self.endpoint: Any = role(self.node)
-        self.outcomes: dict[object, Succeeded | RequestFailed] = {}
-        self.released: set[object] = set()
-        # The conversation so far: tokens whose K and V lie in these pages.
-        self.held_tokens: list[int] = []
-        self.held_pages = np.empty(0, np.int32)
+        self.driver = {"prefill": self._prefill_driver, "decode": self._decode_driver}[spec.role]()
+        self.prefill_record: EngineRecord | None = None
+        self.reports: dict[int, dict[str, Any]] = {}  # by room
 
-    def prefill(self, *, room: int, prompt: list[int], reuse: bool) -> dict[str, Any]:
-        """Compute a prompt chunk by chunk and send each chunk while the next one is computed."""
-        pages, held = self._begin(prompt, PAGE_SIZE, len(prompt), reuse)
-        handle = self.endpoint.open(room, len(prompt))
-        if held:
-            # What was computed in an earlier turn; pdkv leaves out what decode holds as well.
-            self.endpoint.send(handle, tokens=range(held), page_ids=pages[: held // PAGE_SIZE])
-        for start in range(held, len(prompt), CHUNK_TOKENS):
-            stop = min(start + CHUNK_TOKENS, len(prompt))
-            hidden = self.model.forward(prompt[start:stop], start, pages)
-            touched = pages[start // PAGE_SIZE : -(-stop // PAGE_SIZE)]
-            self.endpoint.send(handle, tokens=range(start, stop), page_ids=touched)
-            self._step()
-        computed_at = time.monotonic()
-        token, gap = self.model.best_token(hidden)
-        row = self.aux.alloc()
-        self.aux.write(row, first_token=token)
-        self.endpoint.finish(handle, Outcome.CONTINUE, aux_index=row)
-        self._wait(lambda: handle.id in self.released)
-        self.aux.free(row)
-        self._end(prompt, pages, reuse)
-        return {
-            **self._report(handle.id),
-            "held": held,
-            "computed_at": computed_at,
-            "gaps": [gap],
-        }
+    def _decode_driver(self) -> DecodeDriver:
+        memory = RequestMemory(
+            pages=PageAllocator(self.spec.num_pages, PAGE_SIZE),
+            slots=DecodeReqToTokenPool(MAX_REQUESTS, MAX_CONTEXT, "cpu", MAX_REQUESTS),
+            aux=self.aux,
+            prefix=RadixPrefixCache(PAGE_SIZE),
+            host=[HostPool(self.kv.page_tensors(), self.spec.num_pages)],
+        )
+        endpoint = DecodeEndpoint(self.node)
+        context = DecodeContext(memory=memory, transport=endpoint, rank_id=self.tp_rank)
+        stages = DecodeStages(context, self._resolve, group_size=self.tp_size)
+        return DecodeDriver(endpoint, stages, self._gather)
+
+    def _prefill_driver(self) -> PrefillDriver:
+        memory = RequestMemory(
+            pages=PageAllocator(self.spec.num_pages, PAGE_SIZE),
+            aux=self.aux,
+            prefix=RadixPrefixCache(PAGE_SIZE),
+            sends_prefix=True,
+        )
+        endpoint, pairing = PrefillEndpoint(self.node), self.node.own_pairing
+        stages = PrefillStages(
+            memory,
+            endpoint,
+            lambda tokens, num_tokens, component: pairing.src_page_range(
+                self.tp_rank, tokens, num_tokens, component=component
+            ),
+        )
+        return PrefillDriver(endpoint, stages, self._gather)
+
+    def prefill(self, *, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Compute prompts chunk by chunk, and send each chunk while the next one is computed."""
+        stages = self.driver.stages
+        for request in requests:
+            self._begin(request["room"], held=0, computed_at=0.0)
+            stages.bootstrap.add(
+                PrefillRequest(
+                    room=request["room"],
+                    prompt=request["prompt"],
+                    extra_key=_extra_key(request),
+                )
+            )
+        return self._serve(requests, self._prefill_step)
 
     def decode(
-        self,
-        *,
-        room: int,
-        attempt: int,
-        prefill: bytes,
-        prompt: list[int],
-        max_new_tokens: int,
-        end_token: int,
-        reuse: bool,
-    ) -> dict[str, Any]:
-        """Get a prompt's cache from `prefill` (an EngineRecord), then generate."""
-        arrived_at = time.monotonic()
-        record = EngineRecord.from_bytes(prefill)
-        pairing = self.endpoint.pairing(record)
-        length = len(prompt) + max_new_tokens
-        pages, prefix = self._begin(prompt, pairing.prefix_unit, length, reuse)
-        num_pages = pairing.num_dst_pages(self.tp_rank, prefix, len(prompt))
-        to_fill = pages[prefix // PAGE_SIZE :][:num_pages]
-        row = self.aux.alloc()
-        identity = self.endpoint.submit(
-            room=room,
-            attempt=attempt,
-            prefill=record,
-            num_tokens=len(prompt),
-            decode_prefix_len=prefix,
-            page_ids=to_fill,
-            aux_index=row,
-        )
-        self.pages.hold(to_fill)  # from here on a peer may write to them
-        self._wait(lambda: identity in self.outcomes)
-        report = {"prefix": prefix, "num_pages": num_pages, "tokens": [], "gaps": []}
-        if isinstance(self.outcomes[identity], Succeeded):
-            tokens = report["tokens"] = [int(self.aux.read(row)["first_token"])]
-            report["runnable_at"] = time.monotonic()
-            report["first_token_s"] = report["runnable_at"] - arrived_at
-            while tokens[-1] != end_token and len(tokens) < max_new_tokens:
-                position = len(prompt) + len(tokens) - 1
-                hidden = self.model.forward(tokens[-1:], position, pages)
-                token, gap = self.model.best_token(hidden)
-                tokens.append(token)
-                report["gaps"].append(gap)
-            self._end(prompt + tokens[:-1], pages, reuse)
-        else:
-            self.pages.free(pages)  # those that are held stay in quarantine until Released
-        self._wait(lambda: identity in self.released)
-        self.pages.release(to_fill)
-        self.aux.free(row)
-        return {**report, **self._report(identity)}
+        self, *, prefill: bytes, requests: Sequence[dict[str, Any]], end_token: int
+    ) -> list[dict[str, Any]]:
+        """Get the caches of prompts from `prefill` (an EngineRecord), then generate."""
+        self.prefill_record = EngineRecord.from_bytes(prefill)
+        for request in requests:
+            self._begin(
+                request["room"],
+                prefix=0,
+                num_pages=0,
+                tokens=[],
+                num_retractions=0,
+                arrived_at=time.monotonic(),
+                runnable_at=0.0,
+                first_token_s=0.0,
+            )
+            self.driver.stages.add(
+                DecodeRequest(
+                    room=request["room"],
+                    prompt=request["prompt"],
+                    max_new_tokens=request["max_new_tokens"],
+                    extra_key=_extra_key(request),
+                )
+            )
+        return self._serve(requests, lambda: self._decode_step(end_token))
+
+    def memory(self, *, gone: bytes = b"") -> list[int]:
+        """Pages in all, free or cached, and in quarantine. `gone`: a life that surely is over."""
+        if gone:
+            self.driver.endpoint.declare_gone(gone)
+            deadline = time.monotonic() + 5.0
+            while self._num_unreleased and time.monotonic() < deadline:
+                self._step()
+        stages = self.driver.stages
+        memory = stages.memory if self.spec.role == "prefill" else stages.context.memory
+        pages = memory.pages
+        return [pages.capacity, memory.free().pages, pages.num_quarantined]
 
     def close(self) -> None:
         """Give sockets and registrations back."""
-        self.endpoint.close()
+        self.driver.endpoint.close()
         self.node.close()
         if self.tp_size > 1:
             dist.destroy_process_group()
 
-    def _begin(
-        self, prompt: list[int], unit: int, length: int, reuse: bool
-    ) -> tuple[np.ndarray, int]:
-        """Pages for `length` tokens, and how many tokens of the prompt they already hold."""
-        kept, held = np.empty(0, np.int32), 0
-        if reuse:
-            # At least the last token is computed anew: its logits are the first token.
-            common = _common_length(self.held_tokens, prompt[:-1])
-            held = common // unit * unit
-            kept, unused = np.split(self.held_pages, [held // PAGE_SIZE])
-            self.pages.free(unused)
-            self.held_tokens, self.held_pages = [], np.empty(0, np.int32)
-        fresh = self.pages.alloc(-(-length // PAGE_SIZE) - len(kept))
-        if fresh is None:
-            raise MemoryError(f"{length} tokens don't fit: {self.pages.available} pages are free")
-        return np.concatenate([kept, fresh]), held
-
-    def _end(self, tokens: list[int], pages: np.ndarray, reuse: bool) -> None:
-        """Keep the sequence for the next turn, or forget it."""
-        if reuse:
-            self.held_tokens, self.held_pages = tokens, pages
-        else:
-            self.pages.free(pages)
-
-    def _step(self) -> None:
-        """Let the endpoint move on. In a group all ranks vote, and all apply the same verdicts."""
-        events = self.endpoint.poll(time.monotonic())
-        if self.tp_size > 1:
-            events += self.endpoint.apply(agree(gather_votes(self.endpoint.votes())))
-        for event in events:
-            ref = event.handle or event.key
-            if isinstance(event, Succeeded | RequestFailed):
-                self.outcomes[ref] = event
-            elif isinstance(event, Released):
-                self.released.add(ref)
-
-    def _wait(self, is_done: Callable[[], bool]) -> None:
-        """Step until then. No deadline here: pdkv ends each request within `Limits`."""
+    def _serve(
+        self, requests: Sequence[dict[str, Any]], step: Callable[[], bool]
+    ) -> list[dict[str, Any]]:
+        """Step until every request is over; no deadline here: pdkv ends each within `Limits`."""
         # A group's step is a collective of all its ranks: seldom enough to cost little.
         pause = 1e-4 if self.tp_size == 1 else 2e-3
-        while not is_done():
-            self._step()
-            time.sleep(pause)
+        try:
+            while self.driver.stages.num_live:
+                if not step():
+                    time.sleep(pause)
+        except RuntimeError as error:
+            # A collective broke: a rank has died, and with it the group. Its requests are over.
+            self._lose_group(f"the group of {self.spec.role} is broken: {error}")
+        return [self.reports.pop(request["room"]) for request in requests]
 
-    def _report(self, ref: object) -> dict[str, Any]:
-        outcome = self.outcomes[ref]
-        if isinstance(outcome, RequestFailed):
-            return {"failed": outcome.cause}
-        return {"failed": "", "stats": msgspec.structs.asdict(outcome.stats)}
+    def _lose_group(self, cause: str) -> None:
+        """End everything without the others: peers hear of it, and the parent."""
+        stages, endpoint = self.driver.stages, self.driver.endpoint
+        if self.spec.role == "decode":
+            for request in [*stages.prealloc, *stages.transfer]:
+                if request.identity is not None:
+                    endpoint.abort(request.identity, cause)
+        else:
+            for request in [*stages.bootstrap, *stages.inflight]:
+                endpoint.abort(request.handle, cause)
+        for report in self.reports.values():
+            report["failed"] = report["failed"] or cause
+
+    def _decode_step(self, end_token: int) -> bool:
+        """One step of the queues, and one token of each running request. True if there was any."""
+        stages = self.driver.stages
+        self._step()
+        stages.take_batch()
+        able = stages.prepare(time.monotonic())
+        for request in able:
+            if request.outputs[-1] == end_token or len(request.outputs) == request.max_new_tokens:
+                stages.finish(request)
+                continue
+            hidden = self.model.forward(
+                request.outputs[-1:], request.num_kv, request.holding.all_pages
+            )
+            token, gap = self.model.best_token(hidden)
+            stages.append(request, token)
+            self.reports[request.room]["gaps"].append(gap)
+        return bool(able)
+
+    def _prefill_step(self) -> bool:
+        """One step of the queues, and one chunk of each prompt. True if there was any."""
+        stages = self.driver.stages
+        self._step()
+        for request in stages.admit():
+            self.reports[request.room]["held"] = request.num_cached
+        computing = [r for r in stages.inflight if r.stage is PrefillStage.COMPUTING]
+        for request in computing:
+            start, prompt = request.num_sent, request.prompt
+            stop = min(start + CHUNK_TOKENS, len(prompt))
+            hidden = self.model.forward(prompt[start:stop].tolist(), start, request.page_ids)
+            stages.inflight.send(request, stop)
+            if stop == len(prompt):
+                report = self.reports[request.room]
+                report["computed_at"] = time.monotonic()
+                token, gap = self.model.best_token(hidden)
+                report["gaps"].append(gap)
+                self.aux.write(request.aux_index, first_token=token)
+                stages.inflight.finish(request)
+        return bool(computing)
+
+    def _step(self) -> None:
+        for event in self.driver.step(time.monotonic()):
+            self._note(event, self.reports.get(event.request.room))
+
+    def _note(self, event: QueueEvent, report: dict[str, Any] | None) -> None:
+        request = event.request
+        if report is None:  # a request of an earlier command that is over only now
+            return
+        if isinstance(event, RequestReady):
+            request.outputs.append(int(request.aux["first_token"]))
+            report["runnable_at"] = time.monotonic()
+            report["first_token_s"] = report["runnable_at"] - report["arrived_at"]
+            report["prefix"] = request.holding.match.num_tokens
+            report["num_pages"] = -(-(len(request.prompt) - report["prefix"]) // PAGE_SIZE)
+        elif isinstance(event, RequestRetracted):
+            report["num_retractions"] += 1
+        elif isinstance(event, RequestRefused):
+            report["failed"] = f"{event.needed} {event.what} needed, {event.available} there"
+        elif isinstance(event, RequestEnded):
+            report["failed"] = event.cause
+            if request.stats is not None:
+                report["stats"] = msgspec.structs.asdict(request.stats)
+            if self.spec.role == "decode":
+                report["tokens"] = request.outputs
+
+    @property
+    def _num_unreleased(self) -> int:
+        stages = self.driver.stages
+        queue = stages.inflight if self.spec.role == "prefill" else stages.transfer
+        return queue.num_unreleased
+
+    @property
+    def _gather(self) -> Callable[[bytes], list[bytes]] | None:
+        return gather_bytes if self.tp_size > 1 else None
+
+    def _resolve(self, request: DecodeRequest) -> Known:
+        assert self.prefill_record is not None
+        return Known(self.prefill_record)
+
+    def _begin(self, room: int, **report: Any) -> None:
+        self.reports[room] = {"failed": "", "gaps": [], "stats": {}, **report}
+
+
+def _extra_key(request: dict[str, Any]) -> str:
+    """Without reuse nobody else's cache is used, and nobody else uses this one."""
+    return "" if request["reuse"] else f"room {request['room']}"
 
 
 def run_rank(spec: RankSpec, pipe: Connection) -> None:
@@ -241,8 +318,3 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
             pipe.send(getattr(rank, command)(**arguments))
     except EOFError:
         rank.close()
-
-
-def _common_length(a: Sequence[int], b: Sequence[int]) -> int:
-    pairs = zip(a, b, strict=False)
-    return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))

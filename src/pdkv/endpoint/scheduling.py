@@ -71,17 +71,17 @@ class DecodeDriver:
         return self.stages.advance()
 
     def _dispatch(self, event: EndpointEvent) -> None:
-        identity = event.key
+        stages, identity = self.stages, event.key
         assert isinstance(identity, Identity)
         if isinstance(event, Succeeded):
-            self.stages.on_succeeded(identity, event.outcome, event.num_tokens)
+            stages.on_succeeded(identity, event.outcome, event.num_tokens, event.stats)
         elif isinstance(event, Computed):
-            self.stages.on_computed(identity)
+            stages.on_computed(identity)
         elif isinstance(event, RequestFailed):
             recompute = isinstance(event, Recompute)
-            self.stages.on_failed(identity, event.cause, recompute=recompute)
+            stages.on_failed(identity, event.cause, recompute=recompute)
         elif isinstance(event, Released):
-            self.stages.on_released(identity)
+            stages.on_released(identity)
 
 
 class PrefillDriver:
@@ -117,7 +117,7 @@ class PrefillDriver:
         if isinstance(event, Bootstrapped):
             self.stages.on_bootstrapped(event.handle)
         elif isinstance(event, Succeeded):
-            self.stages.on_succeeded(event.handle)
+            self.stages.on_succeeded(event.handle, event.stats)
         elif isinstance(event, RequestFailed):
             self.stages.on_failed(event.handle, event.cause)
         elif isinstance(event, Released):

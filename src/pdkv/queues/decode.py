@@ -77,9 +77,11 @@ class DecodeStages:
             self._remove(request)
             self.context.end(request, cause)
 
-    def on_succeeded(self, identity: Identity, outcome: Outcome, num_tokens: int) -> None:
+    def on_succeeded(
+        self, identity: Identity, outcome: Outcome, num_tokens: int, stats: object = None
+    ) -> None:
         """The endpoint's Succeeded."""
-        request = self.transfer.on_succeeded(identity, outcome, num_tokens)
+        request = self.transfer.on_succeeded(identity, outcome, num_tokens, stats)
         if request is not None:
             self.waiting.add(request)
 

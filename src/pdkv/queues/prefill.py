@@ -69,6 +69,7 @@ class PrefillRequest:
         self.holding: Holding | None = None
         self.num_sent = 0
         self.num_bypassed = 0
+        self.stats: Any = None  # figures of its transfer, as the endpoint tells them
 
     @property
     def order(self) -> tuple[int, int]:
@@ -277,10 +278,11 @@ class PrefillInflightQueue:
         if request.stage is not PrefillStage.ENDED:
             self._transport.abort(request.handle, cause)
 
-    def on_succeeded(self, handle_id: int) -> None:
+    def on_succeeded(self, handle_id: int, stats: object = None) -> None:
         """The endpoint's Succeeded."""
         request = self._requests.pop(handle_id, None)
         if request is not None:
+            request.stats = stats
             holding = _take(request)
             self._memory.finish(holding, request.prompt[: request.num_sent], request.extra_key)
             self._end(request, "")

@@ -48,9 +48,9 @@ class PrefillStages:
         """The endpoint's Bootstrapped."""
         self.bootstrap.on_bootstrapped(handle_id)
 
-    def on_succeeded(self, handle_id: int) -> None:
+    def on_succeeded(self, handle_id: int, stats: object = None) -> None:
         """The endpoint's Succeeded."""
-        self.inflight.on_succeeded(handle_id)
+        self.inflight.on_succeeded(handle_id, stats)
 
     def on_failed(self, handle_id: int, cause: str) -> None:
         """The endpoint's RequestFailed, or its Recompute."""

@@ -86,6 +86,7 @@ class DecodeRequest:
         self.aux: Mapping[str, npt.NDArray[Any]] = {}
         self.outcome = Outcome.CONTINUE
         self.num_computed = 0  # positions whose K and V came from prefill
+        self.stats: Any = None  # figures of its transfer, as the endpoint tells them
         self.num_bypassed = 0
         self.num_retractions = 0
         self.stalled_since: float | None = None

@@ -44,7 +44,7 @@ class DecodeTransferQueue:
         self._unreleased[request.identity] = request.holding
 
     def on_succeeded(
-        self, identity: Identity, outcome: Outcome, num_tokens: int
+        self, identity: Identity, outcome: Outcome, num_tokens: int, stats: object
     ) -> DecodeRequest | None:
         """Everything is here, on every rank. The request, if it goes on: WAITING."""
         request = self._requests.pop(identity, None)
@@ -58,7 +58,7 @@ class DecodeTransferQueue:
             self._context.end(request, "the aux row that came is not this request's")
             return None
         request.aux = dict(aux.read(holding.aux_index))
-        request.outcome = outcome
+        request.outcome, request.stats = outcome, stats
         request.num_computed = num_tokens if outcome is Outcome.LOCAL_PREFILL else request.num_kv
         replay = bool(request.outputs)
         event = RequestReady(request=request, num_computed=request.num_computed, replay=replay)
