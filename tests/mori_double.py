@@ -260,6 +260,7 @@ class IOEngine:
                 return status
             self.num_entries_in_flight += len(sizes)
             state.code = StatusCode.IN_PROGRESS
+            engine = weakref.ref(self)
             mine = [local.data + offset for offset in local_offsets]
             theirs = [remote.data + offset for offset in remote_offsets]
             src, dst = (theirs, mine) if is_read else (mine, theirs)
@@ -268,7 +269,8 @@ class IOEngine:
                 with double.lock:
                     if state.code is not StatusCode.IN_PROGRESS or double.holds:
                         return
-                    self.num_entries_in_flight -= len(sizes)
+                    if (own := engine()) is not None:
+                        own.num_entries_in_flight -= len(sizes)
                     peer = double.engines.get(remote.engine_key)
                     if peer is None or peer._memory.get(remote.id) != remote:
                         state.code, state.message = StatusCode.ERR_RDMA_OP, "remote operation error"
@@ -278,12 +280,12 @@ class IOEngine:
                     state.code = StatusCode.SUCCESS
 
             state.land = land
-        weakref.finalize(status, _collected, state, double.misuse)
+        weakref.finalize(status, _collected, state, engine, double.misuse)
         return status
 
 
-def _collected(state: _State, misuse: list[str]) -> None:
-    if state.code is StatusCode.IN_PROGRESS:
+def _collected(state: _State, engine: weakref.ref[IOEngine], misuse: list[str]) -> None:
+    if state.code is StatusCode.IN_PROGRESS and engine() is not None:
         misuse.append("a status was freed while the engine still pointed to it")
 
 

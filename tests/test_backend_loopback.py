@@ -21,6 +21,8 @@ from pdkv.testing.conformance import BackendConformance
 
 
 class TestLoopbackConforms(BackendConformance):
+    num_transfers = 2000
+
     def setup_method(self) -> None:
         self.fabric = LoopbackFabric()
 
@@ -29,6 +31,7 @@ class TestLoopbackConforms(BackendConformance):
 
 
 class TestFakeConforms(BackendConformance):
+    num_transfers = 2000
     moves_data = False
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:

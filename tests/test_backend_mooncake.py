@@ -30,6 +30,9 @@ except ImportError as e:
 
 
 class TestMooncakeConforms(BackendConformance):
+    remote = ("mooncake", {"timeout_s": 5})
+    num_transfers = 1000
+
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return MooncakeBackend(limits=limits)
 
@@ -38,15 +41,12 @@ class TestMooncakeConforms(BackendConformance):
 def start() -> Iterator[Callable[..., Target]]:
     targets: list[Target] = []
 
-    def make(nbytes: int, *options: str, **more) -> Target:
-        targets.append(Target("mooncake", {"timeout_s": 5}, nbytes, *options, **more))
+    def make(nbytes: int, **more) -> Target:
+        targets.append(Target("mooncake", {"timeout_s": 5}, nbytes, **more))
         return targets[-1]
 
     yield make
     for target in targets:
-        if target.process.poll() is None:
-            target.process.send_signal(signal.SIGCONT)
-            target.process.kill()
         target.close()
 
 
@@ -66,7 +66,7 @@ def test_random_runs_arrive_before_their_notification(start: Callable[..., Targe
     assert told["digest_at_first"] == hashlib.sha256(expected).hexdigest()
     assert target.writer.transport(target.peer) == "tcp"
     assert target.writer.fence(target.peer)
-    assert target.close() == 0
+    assert target.finish() == 0
 
 
 @pytest.mark.check
@@ -78,12 +78,12 @@ def test_a_hundred_thousand_small_buffers_wedge_nothing(start: Callable[..., Tar
         assert not target.ended(target.post(scattered, b"%d" % i), 60).error
     assert sorted(target.ask("expect", 5)["arrived"]) == [(b"%d" % i).hex() for i in range(5)]
     assert not target.ended(target.post(target.rows((0, 0, 64)))).error
-    assert target.close() == 0
+    assert target.finish() == 0
 
 
 def test_killed_target_is_a_prompt_error_and_others_go_on(start: Callable[..., Target]) -> None:
     nbytes = 64 << 20
-    target = start(nbytes, "die")
+    target = start(nbytes, die=True)
     completion = target.ended(target.post(target.rows((0, 0, nbytes)), b"never"))
     assert completion.error
     assert not completion.quiet

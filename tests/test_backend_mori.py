@@ -21,6 +21,8 @@ from pdkv.testing.conformance import BackendConformance
 
 
 class TestMoriOnItsDoubleConforms(BackendConformance):
+    num_transfers = 2000
+
     def setup_method(self) -> None:
         self.double = MoriDouble()
 

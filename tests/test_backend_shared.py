@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,11 +21,16 @@ from pdkv.testing.conformance import BackendConformance
 
 
 class TestSharedLoopbackConforms(BackendConformance):
+    remote = ("loopback-shm", {})
+    num_transfers = 2000
+
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return SharedLoopbackBackend(limits=limits, ring_nbytes=1 << 14)
 
 
 class TestSlowSharedLoopbackConforms(BackendConformance):
+    num_transfers = 2000
+
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         link = LinkModel(latency_s=0.0005, reorder_rate=0.3, reorder_s=0.001)
         return SharedLoopbackBackend(limits=limits, link=link)
@@ -36,15 +40,12 @@ class TestSlowSharedLoopbackConforms(BackendConformance):
 def start(tmp_path: Path) -> Iterator[Callable[..., Target]]:
     targets: list[Target] = []
 
-    def make(nbytes: int, *options: str, **more) -> Target:
-        targets.append(Target("loopback-shm", {"folder": str(tmp_path)}, nbytes, *options, **more))
+    def make(nbytes: int, **more) -> Target:
+        targets.append(Target("loopback-shm", {"folder": str(tmp_path)}, nbytes, **more))
         return targets[-1]
 
     yield make
     for target in targets:
-        if target.process.poll() is None:
-            target.process.send_signal(signal.SIGCONT)
-            target.process.kill()
         target.close()
 
 
@@ -58,12 +59,12 @@ def test_large_write_crosses_a_small_ring_before_its_notification(
     told = target.answer()
     assert told["arrived"] == [b"all".hex()]
     assert told["digest_at_first"] == target.ask("digest")["digest"]
-    assert target.close() == 0
+    assert target.finish() == 0
 
 
 def test_killed_reader_is_a_prompt_and_quiet_error(start: Callable[..., Target]) -> None:
     nbytes = 16 << 20
-    target = start(nbytes, "die")
+    target = start(nbytes, die=True)
     completion = target.ended(target.post(target.rows((0, 0, nbytes)), b"never"), 5)
     assert completion.error
     assert completion.quiet

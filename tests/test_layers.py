@@ -49,7 +49,7 @@ LAYERS = {
 WORDS, MEMORY, PLUGS, SHELL, TOOLS = 0, 3, 4, 5, 6
 
 # What plugs of one package share; a helper imports no plug.
-HELPERS = {"backends.registry", "backends.regions", "backends.worker"}
+HELPERS = {"backends.registry", "backends.regions", "backends.worker", "backends.lists"}
 
 PURE_THIRD_PARTY = {
     0: {"msgspec"},

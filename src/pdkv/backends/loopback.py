@@ -17,7 +17,12 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
+from pdkv.backends.lists import ExpandedLists
 from pdkv.backends.loopback_link import LinkModel, Wire
 from pdkv.backends.regions import RegionTable, check_runs
 from pdkv.errors import TransferError
@@ -84,7 +89,14 @@ class LoopbackBackend:
     """
 
     name = "loopback"
-    capabilities = Capabilities(notifications=True, completion_is_remote=True, host_memory=True)
+    capabilities = Capabilities(
+        notifications=True,
+        completion_is_remote=True,
+        host_memory=True,
+        prepared_lists=True,
+        strided=True,
+        reads=True,
+    )
 
     def __init__(
         self,
@@ -101,6 +113,7 @@ class LoopbackBackend:
         self._regions = RegionTable()
         self._peers: set[str] = set()
         self._ids = itertools.count(1)
+        self._lists: dict[int, tuple[str, ExpandedLists]] = {}
         self._wire: deque[_Write] = deque()
         self._done: list[Completion] = []
         self._owed: dict[int, str] = {}  # posts whose completion was not returned: id -> peer
@@ -164,6 +177,49 @@ class LoopbackBackend:
             else:
                 self._land(write)
             return write.transfer_id
+
+    def read(self, peer: str, runs: Runs, notification: bytes) -> int | None:
+        """Copy at once; `faults` and `link` are for writes."""
+        with self._fabric._lock:
+            target = self._target(peer)
+            check_runs(runs, self.limits)
+            target._regions.locate(runs.src, runs.nbytes, "src")
+            self._regions.locate(runs.dst, runs.nbytes, "dst")
+            if len(self._owed) >= self.limits.max_in_flight:
+                return None
+            transfer_id = next(self._ids)
+            self._owed[transfer_id] = peer
+            read = _Write(transfer_id=transfer_id, peer=peer, runs=runs, notification=notification)
+            self._land(read)
+            return transfer_id
+
+    def prepare(
+        self, peer: str, src_rows: npt.NDArray[np.uint64], dst_rows: npt.NDArray[np.uint64]
+    ) -> int:
+        """Keep the rows; a post turns indices back into runs."""
+        with self._fabric._lock:
+            target = self._target(peer)
+            lists = ExpandedLists(self._regions, target._regions, src_rows, dst_rows)
+            prepared = next(self._ids)
+            self._lists[prepared] = peer, lists
+            return prepared
+
+    def post_prepared(
+        self,
+        prepared: int,
+        src: npt.NDArray[np.integer[Any]],
+        dst: npt.NDArray[np.integer[Any]],
+        notification: bytes,
+    ) -> int | None:
+        """As `post`, for descriptors of prepared lists."""
+        if prepared not in self._lists:
+            raise TransferError(f"no prepared lists {prepared}")
+        peer, lists = self._lists[prepared]
+        return self.post(peer, lists.runs(src, dst), notification)
+
+    def release(self, prepared: int) -> None:
+        """Forget lists; what was posted from them stays on its way."""
+        self._lists.pop(prepared, None)
 
     def poll(self, now: float) -> Sequence[Completion]:
         """What ended; lands what was held if it is held no longer."""

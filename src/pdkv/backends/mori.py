@@ -23,7 +23,7 @@ import importlib
 import itertools
 import os
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -269,9 +269,7 @@ class MoriBackend:
         pairs = pairs_of(local, remote, runs.nbytes, self._memory, peer.memory)
         transfer = Transfer(next(self._ids), runs.num_runs)
         peer.in_flight[transfer.transfer_id] = transfer
-        engine = self._open()
-        submit: Callable[..., list[Any]] = engine.batch_read if is_read else engine.batch_write
-        peer.worker.do(lambda: transfer.submit(submit, engine.allocate_transfer_uid, pairs))
+        peer.worker.do(lambda: transfer.submit(self._open, pairs, is_read=is_read))
         return transfer.transfer_id
 
     def _has_room(self, peer: _Peer, num_runs: int) -> bool:

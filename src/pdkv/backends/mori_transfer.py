@@ -43,11 +43,15 @@ class Transfer:
         self._error = ""
         self._is_submitted = False
 
-    def submit(
-        self, call: Callable[..., list[Any]], new_uid: Callable[[], int], pairs: Sequence[Pair]
-    ) -> None:
-        """One call per pair: an exception in a call of several would lose their statuses."""
+    def submit(self, engine_of: Callable[[], Any], pairs: Sequence[Pair], *, is_read: bool) -> None:
+        """One call per pair: an exception in a call of several would lose their statuses.
+
+        The engine is asked for here, and let go before this transfer is: it must not outlive the
+        statuses that it points to.
+        """
         try:
+            engine = engine_of()
+            call = engine.batch_read if is_read else engine.batch_write
             for pair in pairs:
                 self._statuses += call(
                     [pair.local],
@@ -55,7 +59,7 @@ class Transfer:
                     [pair.remote],
                     [pair.remote_offsets],
                     [pair.nbytes],
-                    [new_uid()],
+                    [engine.allocate_transfer_uid()],
                 )
         except Exception as e:  # RuntimeError: no connection, or the peer's memory has changed
             self._error = f"{type(e).__name__}: {e}"

@@ -25,7 +25,8 @@ from pdkv.errors import ConfigError, TransferError
 
 __all__ = ["engine_params", "load_api", "make_agent"]
 
-_MODULES = ("nixl._api", "nixl_cu13._api", "nixl_cu12._api")
+_CHOOSER = "nixl._api"  # imports torch to find the CUDA version: a second, wasted without CUDA
+_BUILDS = ("nixl_cu13._api", "nixl_cu12._api")
 _ENVIRONMENT = {"UCX_MODULES": "^efa", "NIXL_LOG_LEVEL": "WARN"}
 _making = threading.Lock()
 
@@ -35,7 +36,8 @@ def load_api() -> Any:
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     reasons = []
-    for module in _MODULES:
+    has_cuda = os.path.exists("/dev/nvidiactl")
+    for module in (_CHOOSER, *_BUILDS) if has_cuda else (*_BUILDS, _CHOOSER):
         try:
             return importlib.import_module(module)
         except ImportError as e:
