@@ -92,6 +92,7 @@ def suite_for(backend: type, deadline_s: float) -> BackendConformance:
 
     class Suite(BackendConformance):
         num_transfers = 1000
+        min_raw_share = 0.5
         remote = (path, {}) if between else None
 
         def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
