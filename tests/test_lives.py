@@ -209,6 +209,20 @@ def test_a_lost_goodbye_changes_nothing_in_the_end(world: World) -> None:
     transfer(world, prefill, decode, 6, 2)
 
 
+def test_the_former_life_of_a_reader_is_reaped_without_harm_to_the_new_one(world: World) -> None:
+    prefill, decode = pair(world)
+    transfer(world, prefill, decode, 5, 1)
+    world.network.hold("d/0", "p/0")
+    assert drain(decode)
+    put_to_sleep(decode)
+    world.network.drop("d/0", "p/0")  # the goodbye is lost, and both lives share one agent
+    wake(world, decode, 77)
+    transfer(world, prefill, decode, 6, 2)
+    world.run(steps=1500)
+    assert [peer.key[0] for peer in prefill.nodes[0].core.links.peers] == [decode.incarnation]
+    transfer(world, prefill, decode, 7, 3)
+
+
 def test_endpoints_and_incarnations_of_a_former_life_are_not_used_again(world: World) -> None:
     prefill, decode = pair(world)
     old_endpoint, old_life = prefill.prefill[0], prefill.incarnation
