@@ -144,14 +144,25 @@ def test_a_question_after_an_early_end_lists_what_was_sent_and_no_more(world: Wo
     assert succeeded.num_tokens == 8
 
 
-def test_a_stamp_with_an_impossible_count_fails_that_request(world: World) -> None:
+@pytest.mark.parametrize(
+    ("outcome", "prefix", "num_tokens"),
+    [
+        (Outcome.LOCAL_PREFILL, 0, 99),
+        (Outcome.LOCAL_PREFILL, 8, 4),  # less than decode held
+        (Outcome.CONTINUE, 0, 8),
+        (Outcome.FINISHED_AT_PREFILL, 0, 20),
+    ],
+)
+def test_a_stamp_with_an_impossible_count_fails_that_request(
+    world: World, outcome: Outcome, prefix: int, num_tokens: int
+) -> None:
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
-    ask(decode, prefill, 5, 1, 19, pages_of(19, 1))
-    stamp = prefill.aux[0].stamp
-    prefill.aux[0].stamp = lambda index, **values: stamp(index, **{**values, "num_tokens": 99})  # type: ignore[method-assign]
-    serve_part(prefill, 5, 19, 13, pages_of(19, 1), Outcome.LOCAL_PREFILL)
+    ask(decode, prefill, 5, 1, 19, pages_of(19, 1), prefix)
+    stamp, changed = prefill.aux[0].stamp, {"num_tokens": num_tokens}
+    prefill.aux[0].stamp = lambda index, **values: stamp(index, **{**values, **changed})  # type: ignore[method-assign]
+    serve_part(prefill, 5, 19, 19, pages_of(19, 1), outcome)
     world.run()
-    assert "says 99 tokens" in decode.events(RequestFailed)[0].cause
+    assert f"says {num_tokens} tokens" in decode.events(RequestFailed)[0].cause
 
 
 @pytest.mark.parametrize("tp_size", [1, 2])

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from machines import Wire, request
 from pdkv.endpoint import (
     Allocated,
     Bootstrapped,
@@ -21,7 +22,8 @@ from pdkv.endpoint import (
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
 from pdkv.protocol import Identity
-from pdkv.request import agree
+from pdkv.request import KVPoll, agree
+from pdkv.request.events import Allocate, Evict, PagesAgreed
 from support import Engine, World, model_cache, small_layout
 from test_endpoint import ask, check, compute, pages_of, serve
 
@@ -213,6 +215,35 @@ def test_an_eviction_between_vote_and_verdict_wins_on_every_rank(world: World) -
     assert not prefill.events(Allocated)
     assert isinstance(prefill.events(RequestFailed)[0], Recompute)
     assert isinstance(decode.events(RequestFailed)[0], Recompute)
+    assert len(decode.events(Released)) == len(prefill.events(Released)) == 1
+
+
+def test_a_machine_that_was_told_of_the_agreement_ignores_an_eviction() -> None:
+    wire = Wire(late=True)
+    wire.bootstrap(has_pages=False)
+    wire.compute()
+    wire.finish()
+    wire.decode(Allocate(request()))
+    wire.prefill(PagesAgreed())
+    wire.prefill(Evict())
+    wire.land()
+    assert wire.polls == (KVPoll.Success, KVPoll.Success)
+
+
+def test_decode_ranks_that_name_different_prefixes_late_fail_together(world: World) -> None:
+    prefill, decode = pair(world, 1, 2)
+    identity = announce(decode, prefill, 5, 1, 16)
+    world.network.hold("d/0", "p/0")
+    world.network.hold("d/1", "p/0")
+    for endpoint, prefix in zip(decode.decode, (0, 8), strict=True):
+        endpoint.allocate(
+            identity, page_ids=PAGES[prefix // 4 :], aux_index=2, decode_prefix_len=prefix
+        )
+    for rank in range(2):
+        world.network.deliver(f"d/{rank}", "p/0")
+    serve(prefill, 5, 16, PAGES)
+    world.run()
+    assert "decode_prefix_len" in decode.events(RequestFailed)[0].cause
     assert len(decode.events(Released)) == len(prefill.events(Released)) == 1
 
 
