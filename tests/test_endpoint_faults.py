@@ -10,6 +10,8 @@ import pytest
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
+from pdkv.protocol import Abort, Ask, Failed, Identity, Message, Sent, decode_frame
+from pdkv.protocol import decode as decode_message
 from pdkv.request import agree
 from support import Engine, World, small_layout
 from test_endpoint import ask, pages_of, serve
@@ -322,3 +324,69 @@ def test_poll_of_a_closed_node_is_empty(world: World) -> None:
     world.run()
     decode.nodes[0].close()
     assert decode.decode[0].poll(world.now) == []
+
+
+def words_of(world: World, way: tuple[str, str], steps: int) -> list[object]:
+    """Every message that goes this way meanwhile; it arrives all the same."""
+    frames: list[bytes] = []
+    for _ in range(steps):
+        world.network.hold(*way)
+        world.run(steps=1)
+        frames += world.network.held(*way)
+        world.network.deliver(*way)
+    return [decode_message(decode_frame(frame).body) for frame in frames]
+
+
+def say(decode: Engine, prefill: Engine, message: Message) -> None:
+    """A decode rank says something that its machine would not."""
+    links = decode.nodes[0].core.links
+    peer = links.get((prefill.incarnation, 0))
+    assert peer is not None
+    links.send(peer, message, 0.0)
+
+
+@pytest.mark.parametrize("cause", ["", "enough"])
+def test_an_abort_without_a_cause_is_no_success(world: World, cause: str) -> None:
+    """Once a tombstone without a cause stood for "all was sent", whoever had given none."""
+    prefill, decode = pair(world)
+    ask(decode, prefill, 5, 1, 16, PAGES)
+    world.run()
+    unknown = Identity(77, 9, decode.incarnation)
+    say(decode, prefill, Abort(unknown, cause))
+    say(decode, prefill, Ask(unknown))
+    said = words_of(world, ("p/0", "d/0"), 10)
+    assert not prefill.nodes[0].core.counters["internal_errors"]
+    assert not any(isinstance(message, Sent) for message in said)
+    (failed,) = [message for message in said if isinstance(message, Failed)]
+    assert failed.identity == unknown
+
+
+def test_an_engine_that_aborts_without_a_cause_sent_nothing(world: World) -> None:
+    prefill, decode = pair(world)
+    ask(decode, prefill, 5, 1, 16, PAGES)
+    handle = prefill.prefill[0].open(5, 16)
+    world.run()
+    world.network.hold("p/0", "d/0")
+    prefill.prefill[0].abort(handle, "")
+    world.run()
+    world.network.drop("p/0", "d/0")  # decode hears of it from the tombstone only
+    assert len(prefill.events(Released)) == 1
+    world.run(steps=500)
+    (failed,) = decode.events(RequestFailed)
+    assert failed.cause
+    assert not decode.events(Succeeded)
+    assert len(decode.events(Released)) == 1
+
+
+def test_an_abort_after_the_end_does_not_change_the_end(world: World) -> None:
+    prefill, decode = pair(world)
+    ask(decode, prefill, 5, 1, 16, PAGES)
+    serve(prefill, 5, 16, PAGES)
+    world.run()
+    (identity,) = [event.key for event in decode.events(Succeeded)]
+    say(decode, prefill, Abort(identity, "late"))
+    say(decode, prefill, Ask(identity))
+    said = words_of(world, ("p/0", "d/0"), 10)
+    (sent,) = [message for message in said if isinstance(message, Sent)]
+    assert len(sent.tags) == 3
+    assert not any(isinstance(message, Failed) for message in said)

@@ -121,13 +121,14 @@ def _note_times(stats: TransferStats, machine: Machine, now: float) -> None:
 
 @dataclass(frozen=True)
 class Tombstone:
-    """What stays of a sender: the outcome of exactly this identity (no cause: all was sent).
+    """What stays of a sender: the outcome of exactly this identity. A cause that is None, and no
+    other, says that all was sent.
 
     `staged`: per reader the (component, chunk) pairs that went through staging.
     """
 
     identity: Identity
-    cause: str
+    cause: str | None
     decode_prefix_len: int = 0
     num_tokens: int = 0
     covered: int = 0
@@ -160,8 +161,8 @@ class Graveyard:
         self._rooms: OrderedDict[int, _DeadRoom] = OrderedDict()
 
     def bury(self, tombstone: Tombstone) -> None:
-        """Remember an identity; the oldest is forgotten above the limit."""
-        self._tombstones[tombstone.identity] = tombstone
+        """Remember an identity, as it ended first; the oldest is forgotten above the limit."""
+        self._tombstones.setdefault(tombstone.identity, tombstone)
         while len(self._tombstones) > self._limits.max_tombstones:
             self._tombstones.popitem(last=False)
 

@@ -98,7 +98,7 @@ class Rooms:
         self._dead.bury(
             Tombstone(
                 machine.identity,
-                machine.cause,
+                machine.cause if machine.poll is KVPoll.Failed else None,
                 machine.readers.prefix,
                 machine.num_tokens,
                 covered=machine.covered,
@@ -244,8 +244,8 @@ class Rooms:
             self._inbox.append((owner, Asked(peer.rank_id)))
         elif early is not None and any(a.identity == identity for a in early.asking.values()):
             return  # it waits for the engine to open the room
-        elif tombstone is None or tombstone.cause or peer.pairing is None:
-            cause = tombstone.cause if tombstone else "unknown request"
+        elif tombstone is None or tombstone.cause is not None or peer.pairing is None:
+            cause = (tombstone.cause if tombstone else None) or "unknown request"
             recompute = tombstone is not None and tombstone.is_recompute
             # What was answered so must stay so: a TransferInfo that is still under way is late.
             self._dead.bury(Tombstone(identity, cause, is_recompute=recompute))

@@ -80,7 +80,7 @@ class Machine:
             return False
         self.changed_at = now
         if self.poll is KVPoll.Failed:
-            self.cause = fit_text(cause)
+            self.cause = fit_text(cause) or "no cause was given"
         if self.poll.is_terminal:
             self.memory = MEMORY_TABLE[self.memory, MemoryTrigger.CONCLUDED]
         return True
