@@ -19,7 +19,11 @@ demo: $(STAMP)  ## one real conversation, prefill and decode in separate process
 test: $(STAMP)  ## the ordinary suite, under five minutes
 	@$(BIN)/python -m pytest -q -m "not check"
 
-check: $(STAMP)  ## the longer suites
+$(VENV)/.triton: $(STAMP)
+	@scripts/setup "$(PYTHON)" "$(VENV)" triton
+	@touch $@
+
+check: $(VENV)/.triton  ## the longer suites
 	@$(BIN)/python -m pytest -q -m check
 
 prove: $(STAMP)  ## the planner's systematic sweep; MINUTES=120 for all of it

@@ -14,13 +14,14 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.layout import MemoryRegion
-from pdkv.plan import Runs
+from pdkv.plan import Runs, TableCopy
 
 __all__ = [
     "BackendLimits",
     "Capabilities",
     "Completion",
     "ControlChannel",
+    "CopyKernels",
     "PrefixCache",
     "PrefixMatch",
     "PreparedTransfers",
@@ -292,3 +293,18 @@ class PrefixCache(Protocol):
 
     def evict(self, num_pages: int) -> npt.NDArray[np.int32]:
         """Give back at least `num_pages` pages that nobody has locked, or all of those."""
+
+
+@runtime_checkable
+class CopyKernels(Protocol):
+    """What moves bytes inside one process: pages to staging and back, pages to pages.
+
+    Calls come from one thread. A call may return before the bytes have moved.
+    """
+
+    def copy(self, copies: Sequence[TableCopy]) -> ReadyEvent:
+        """Start all copies, in order; the event fires when all are done.
+
+        ConfigError for copies that reach outside the memory that the kernels were given, or whose
+        tables don't fit together: then nothing was moved.
+        """

@@ -11,9 +11,11 @@ from pdkv.plan.picture import Picture
 from pdkv.plan.prepared import Indices, PreparedLists
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce, coalesce_pages
+from pdkv.plan.tables import Cast, TableCopy
 from pdkv.plan.traffic import Flow
 
 __all__ = [
+    "Cast",
     "CostModel",
     "Estimate",
     "Flow",
@@ -25,6 +27,7 @@ __all__ = [
     "RunBuffer",
     "Runs",
     "StridedRuns",
+    "TableCopy",
     "Tag",
     "coalesce",
     "coalesce_pages",
