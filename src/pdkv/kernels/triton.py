@@ -161,7 +161,7 @@ class TritonLauncher:
         programs = min(num_all_tiles, self._max_programs or num_all_tiles)
         constants = {**launch.constants, "BLOCK": self._block}
         if launch.kernel == "copy_table":
-            kernel, arguments = source.copy_table, columns[:4]
+            kernel, arguments = source.copy_table, list(columns[:4])
             constants |= _word(source, launch.constants["ALIGN"])
         else:
             kernel = source.cast_table
