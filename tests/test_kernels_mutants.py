@@ -151,8 +151,8 @@ TRITON_MUTANTS = (
     Mutant(
         "the last tile left out",
         "triton",
-        "num_tiles = -(-num_units // self._block)",
-        "num_tiles = max(1, num_units // self._block)",
+        "num_tiles = -(-num_units // block)",
+        "num_tiles = max(1, num_units // block)",
     ),
     Mutant(
         "a unit that the alignment does not allow",

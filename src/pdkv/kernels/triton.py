@@ -156,10 +156,12 @@ class TritonLauncher:
         sizes = [pieces, pieces, runs, runs, len(tables) - 2 * (pieces + runs)]
         columns = torch.split(tables, sizes)
         num_units = runs * launch.units_per_run
-        num_tiles = -(-num_units // self._block)
+        # A conversion needs more registers for each unit.
+        block = self._block if launch.kernel == "copy_table" else self._block // 2
+        num_tiles = -(-num_units // block)
         num_all_tiles = num_tiles * pieces
         programs = min(num_all_tiles, self._max_programs or num_all_tiles)
-        constants = {**launch.constants, "BLOCK": self._block}
+        constants = {**launch.constants, "BLOCK": block}
         if launch.kernel == "copy_table":
             kernel, arguments = source.copy_table, list(columns[:4])
             constants |= _word(source, launch.constants["ALIGN"])
