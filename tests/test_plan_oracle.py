@@ -20,7 +20,7 @@ def check_seed(seed: int, form: Form = "runs") -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", ["runs", "strided", "indices"])
+@pytest.mark.parametrize("form", ["runs", "strided", "indices", "staged"])
 def test_random_cases_of_fixed_seeds_deliver_every_byte_once(form: Form) -> None:
     for seed in range(200 if form == "runs" else 50):
         check_seed(seed, form)
@@ -31,7 +31,7 @@ def test_10000_fresh_random_cases_deliver_every_byte_once() -> None:
     first = int.from_bytes(os.urandom(6), "big")
     print(f"seeds from {first}")
     began, cpu = time.monotonic(), time.process_time()
-    forms: tuple[Form, ...] = ("runs", "runs", "strided", "indices")
+    forms: tuple[Form, ...] = ("runs", "staged", "strided", "indices")
     for i in range(10_000):
         check_seed(first + i, forms[i % 4])
     wall, cpu = time.monotonic() - began, time.process_time() - cpu

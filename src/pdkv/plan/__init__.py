@@ -11,6 +11,7 @@ from pdkv.plan.picture import Picture
 from pdkv.plan.prepared import Indices, PreparedLists
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce, coalesce_pages
+from pdkv.plan.staged import gather_copies, scatter_copies, staged_nbytes
 from pdkv.plan.tables import Cast, TableCopy
 from pdkv.plan.traffic import Flow
 
@@ -31,5 +32,8 @@ __all__ = [
     "Tag",
     "coalesce",
     "coalesce_pages",
+    "gather_copies",
+    "scatter_copies",
+    "staged_nbytes",
     "validate",
 ]

@@ -141,7 +141,7 @@ class Route:
         `num_descriptors` counts no joining across pages, so it is an upper bound.
         """
         num_descriptors = nbytes = 0
-        for share, cut in self._parts(tag, decode_prefix_len, num_tokens):
+        for share, cut in self.parts(tag, decode_prefix_len, num_tokens):
             for group in self.groups(tag.component)[share]:
                 num_descriptors += group.num_runs(cut.length)
                 nbytes += int(cut.length.sum()) * int(group.tokens.nbytes.sum())
@@ -178,7 +178,7 @@ class Route:
         buffer: RunBuffer | None = None,
     ) -> list[tuple[int, Placed]]:
         """For each share in the tag its index and its segments, with the pages looked up."""
-        parts = self._parts(tag, decode_prefix_len, num_tokens)
+        parts = self.parts(tag, decode_prefix_len, num_tokens)
         src, dst = self.page_tables(tag.component, decode_prefix_len, num_tokens)
         src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)
         return [(share, place(cut, src, src_ids, dst, dst_ids, buffer)) for share, cut in parts]
@@ -213,7 +213,7 @@ class Route:
             PageTable("dst", dst_map.page, dst_pages.start, len(dst_pages), shared.dst_num_pages),
         )
 
-    def _parts(
+    def parts(
         self, tag: Tag, decode_prefix_len: int, num_tokens: int
     ) -> list[tuple[int, Segments]]:
         """For each share in the tag its index and its segments."""

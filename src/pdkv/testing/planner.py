@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Literal, TypedDict
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.layout import Component, EngineLayout, Field, KVLayout
 from pdkv.plan import Pairing, PreparedLists, Route, Runs, Tag, validate
-from pdkv.plan.pages import PageIds
 from pdkv.testing.cases import Case, prefix_unit, span_of
 from pdkv.testing.oracle import (
     Copy,
@@ -28,18 +27,12 @@ from pdkv.testing.oracle import (
     held_heads,
     owner_of,
 )
+from pdkv.testing.region import Arguments, through_a_region
 
 __all__ = ["check_plan", "planned_copies"]
 
 Ints = npt.NDArray[np.int64]
-Form = Literal["runs", "strided", "indices"]
-
-
-class Arguments(TypedDict):
-    decode_prefix_len: int
-    num_tokens: int
-    src_page_ids: PageIds
-    dst_page_ids: PageIds
+Form = Literal["runs", "strided", "indices", "staged"]
 
 
 def check_plan(case: Case, form: Form = "runs") -> int:
@@ -63,7 +56,7 @@ def check_plan(case: Case, form: Form = "runs") -> int:
 def planned_copies(case: Case, pairing: Pairing, form: Form = "runs") -> Iterator[Copy]:
     """All copies of the request, tag by tag, as an endpoint would ask for them.
 
-    `form` chooses which of the three forms of a plan the bytes are taken from.
+    `form` chooses which of the four forms of a plan the bytes are taken from.
     """
     request, kv = case.request, case.src.kv
     lengths = (request.decode_prefix_len, request.num_tokens)
@@ -96,6 +89,8 @@ def _plan(route: Route, tag: Tag, request: Request, dst_id: int, kv: KVLayout, f
         return route.plan_strided(tag, **arguments).expand()
     if form == "runs":
         return route.plan(tag, **arguments)
+    if form == "staged":
+        return through_a_region(route, tag, arguments)
     lists = PreparedLists(route, tag.component)
     indices = lists.plan(tag, **arguments)
     src, nbytes = _descriptors(lists.src_rows, indices.src)
