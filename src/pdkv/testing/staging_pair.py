@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypedDict
 
 import msgspec
 import numpy as np
@@ -112,13 +112,18 @@ def page_ids(setting: Setting, seed: int) -> npt.NDArray[np.int32]:
     return rng.permutation(2 * setting.num_pages)[: setting.num_pages].astype(np.int32)
 
 
+class _Lengths(TypedDict):
+    decode_prefix_len: int
+    num_tokens: int
+
+
 class _Plans:
     """What both sides know of a setting once they have each other's pool."""
 
     def __init__(self, setting: Setting, src: PoolLayout, dst: PoolLayout) -> None:
         pairing = validate(setting.engine(1), setting.engine(setting.dst_tp_size))
         self.route: Route = pairing.route(0, _READER_RANK, src, dst)
-        self.lengths = {"decode_prefix_len": 0, "num_tokens": setting.num_tokens}
+        self.lengths = _Lengths(decode_prefix_len=0, num_tokens=setting.num_tokens)
         tags = pairing.writer_tags(0, _READER_RANK, 0, setting.num_tokens)
         self.tags: list[Tag] = [tag for tag in tags if tag.component == 0]
         self.src_ids, self.dst_ids = page_ids(setting, 1), page_ids(setting, 2)
@@ -298,7 +303,7 @@ def _reader() -> None:
     _answer(ready=True)
     for line in lines:
         if line["command"] == "digest":
-            _answer(digest=hashlib.sha256(memory).hexdigest())
+            _answer(digest=hashlib.sha256(memory.data).hexdigest())
             memory.fill(0)
             continue
         _answer(ready=True)
