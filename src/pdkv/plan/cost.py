@@ -49,6 +49,11 @@ class CostModel:
         )
         return self.staged_s + self.descriptor_s + estimate.nbytes * per_nbyte
 
+    def break_even_nbytes(self) -> float:
+        """Size of runs at which both ways cost the same, for tags with many of them."""
+        copies = 1 / self.gather_nbytes_per_s + 1 / self.scatter_nbytes_per_s
+        return self.descriptor_s / copies
+
     def choose(self, estimate: Estimate) -> Literal["direct", "staged"]:
         """The cheaper way; direct when they are equal, since it holds no memory."""
         return "staged" if self.staged(estimate) < self.direct(estimate) else "direct"

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal, Self, TypedDict
 
@@ -214,13 +215,31 @@ class WriterSide:
         self._hear()
         return time.perf_counter() - began
 
+    def staged_nbytes(self, tag: Tag) -> int:
+        """Bytes of a region that a tag fills."""
+        return staged_nbytes(self.plans.route, tag, **self.plans.lengths)
+
+    def gather(self, tag: Tag) -> None:
+        """A tag into the first buffer."""
+        self.kernels.copy(self.plans.gather(tag, self.buffers[0]))
+
+    def write_region(self, tag: Tag) -> None:
+        """The first buffer into the reader's first region, until it is complete."""
+        columns = (self.buffers[0], self.regions[0], self.staged_nbytes(tag))
+        self._write(Runs(*(np.array([value], np.uint64) for value in columns)), b"N")
+
+    def scatter_seconds(self, rounds: int) -> float:
+        """Median time of the reader's scatter of the first tag."""
+        self._say(command="scatter", rounds=rounds)
+        return float(self._hear()["seconds"])
+
     def _write_staged(self) -> None:
         """Two buffers here and two regions there: a region is used again once its tag is in."""
         num_free = len(self.regions)
         for index, tag in enumerate(self.plans.tags):
             slot = index % len(self.buffers)
             self.kernels.copy(self.plans.gather(tag, self.buffers[slot]))
-            nbytes = staged_nbytes(self.plans.route, tag, **self.plans.lengths)
+            nbytes = self.staged_nbytes(tag)
             until = time.monotonic() + _DEADLINE_S
             while not num_free:
                 assert time.monotonic() < until, "no region came back"
@@ -258,14 +277,10 @@ class WriterSide:
             assert not completion.error, completion.error
             open_parts.discard(completion.transfer_id)
 
-    def seconds(self, call: Callable[[], object], rounds: int = 5) -> float:
+    @staticmethod
+    def seconds(call: Callable[[], object], rounds: int = 5) -> float:
         """Median time of a call."""
-        times = []
-        for _ in range(rounds):
-            began = time.perf_counter()
-            call()
-            times.append(time.perf_counter() - began)
-        return float(np.median(times))
+        return _median_seconds(call, rounds)
 
     def _say(self, **fields: object) -> None:
         assert self._process.stdin is not None
@@ -277,6 +292,15 @@ class WriterSide:
         line = self._process.stdout.readline()
         assert line, f"the reading process ended with {self._process.poll()}"
         return dict(json.loads(line))
+
+
+def _median_seconds(call: Callable[[], object], rounds: int) -> float:
+    times = []
+    for _ in range(rounds):
+        began = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
 
 
 def _pack(pool: PoolLayout) -> str:
@@ -306,6 +330,10 @@ def _reader() -> None:
             _answer(digest=hashlib.sha256(memory.data).hexdigest())
             memory.fill(0)
             continue
+        if line["command"] == "scatter":
+            copies = plans.scatter(plans.tags[0], regions[0])
+            _answer(seconds=_median_seconds(partial(kernels.copy, copies), line["rounds"]))
+            continue
         _answer(ready=True)
         _receive(line["num_tags"], plans, kernels, backend, peer, regions)
         _answer(done=True)
@@ -328,6 +356,8 @@ def _receive(
         if not notes:
             time.sleep(20e-6)
         for note in notes:
+            if note == b"N":
+                continue
             index = int(note[1:])
             if note[:1] == b"S":
                 region = regions[index % len(regions)]

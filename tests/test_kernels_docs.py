@@ -1,0 +1,19 @@
+"""The code in docs/kernels.md and docs/staging.md runs, from top to bottom."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+
+@pytest.mark.parametrize("page", ["kernels.md", "staging.md"])
+def test_code_of_the_page_runs(page: str) -> None:
+    text = (DOCS / page).read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
+    assert blocks
+    names: dict[str, object] = {}
+    for block in blocks:
+        exec(block, names)
