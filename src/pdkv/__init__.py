@@ -7,7 +7,7 @@ tables), then `pdkv.heads` and `pdkv.plan` (who sends which bytes to whom), then
 * words: errors, limits, topology, layout
 * pure math: heads, plan
 * pure state: protocol, interfaces, request, rendezvous
-* memory: pool
+* memory: pool, kernels
 * plugs: control (messages), backends (bytes)
 * shell: endpoint
 * proof: testing
