@@ -223,10 +223,10 @@ def test_endless_waits_are_no_overflow(make: Make) -> None:
 def test_listening_everywhere_needs_an_address_to_advertise(make: Make) -> None:
     for bind in ("tcp://0.0.0.0:0", "tcp://*:0"):
         with pytest.raises(ConfigError, match="say what to advertise"):
-            make(bind)
+            make(bind, trust_network=True)
         with pytest.raises(ConfigError, match="no peer can send to"):
-            make(bind, advertise="tcp://0.0.0.0:0")
-    a = make("tcp://0.0.0.0:0", advertise="tcp://127.0.0.1:0")
+            make(bind, advertise="tcp://0.0.0.0:0", trust_network=True)
+    a = make("tcp://0.0.0.0:0", advertise="tcp://127.0.0.1:0", trust_network=True)
     b = make()
     assert a.address.startswith("tcp://127.0.0.1:")
     assert not a.address.endswith(":0")
@@ -240,7 +240,7 @@ def test_bad_settings_raise_and_leave_nothing_open(make: Make) -> None:
     a = make()
     for bind in (a.address, "tcp://nonsense", "carrier-pigeon://x"):
         with pytest.raises(ConfigError, match="can't listen"):
-            make(bind)
+            make(bind, trust_network=True)
     with pytest.raises(ConfigError):
         make(high_water_mark=0)
     a.close()

@@ -10,22 +10,26 @@ first frame and lose a queue at each reconnect. What was queued for a former lif
 reaches the new one, which tells it by the incarnation in the frame. Frames that were on the wire
 when a connection broke are lost.
 
-Refuses to know what is in a frame and who may send one: it neither encrypts nor authenticates, so
-bind it to a network that you trust. Layer 4, pyzmq.
+With `security` every connection is encrypted and both its ends are on the other's allow-list
+(`zmq_keys.py`); without, a channel listens to this machine alone unless told to trust the network.
+Refuses to know what is in a frame. Layer 4, pyzmq.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import math
 import os
 import select
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import zmq
 
-from pdkv.errors import ConfigError, LocalProtocolError, TransferError
+from pdkv.control.zmq_guard import Guard
+from pdkv.control.zmq_keys import CurveSecurity, join_address, split_address
+from pdkv.errors import ConfigError, LocalProtocolError, PdkvError, TransferError
 
 __all__ = ["ZmqControl"]
 
@@ -45,6 +49,9 @@ class ZmqControl:
     `high_water_mark`: frames that wait per peer, on either side, before `send` answers False.
     `max_frame_nbytes`: `send` raises for larger frames; received ones are dropped and counted in
     `num_oversized` up to twice that size; above, the connection is closed before memory is taken.
+    `security`: keys and allow-list; the address that peers are told then carries this key.
+    `trust_network`: listen beyond this machine without keys. Whoever reaches the port can then end
+    requests and read their page ids.
     """
 
     def __init__(
@@ -54,9 +61,17 @@ class ZmqControl:
         advertise: str = "",
         high_water_mark: int = 10_000,
         max_frame_nbytes: int = 65 << 20,
+        security: CurveSecurity | None = None,
+        trust_network: bool = False,
     ) -> None:
         if high_water_mark < 1 or max_frame_nbytes < 1:
             raise ConfigError(f"{high_water_mark=} and {max_frame_nbytes=} must be positive")
+        if security is None and not trust_network and not _stays_here(bind):
+            raise ConfigError(
+                f"{bind} is reached from other machines: give security=CurveSecurity.load(...), or "
+                "trust_network=True where each of them may be trusted"
+            )
+        self._guard: Guard | None = None
         self._high_water_mark = high_water_mark
         self._max_frame_nbytes = max_frame_nbytes
         self.num_oversized = 0
@@ -71,6 +86,8 @@ class ZmqControl:
         self._context.set(zmq.MAX_SOCKETS, _MAX_SOCKETS)
         self._inbound = self._context.socket(zmq.PULL)
         try:
+            if security is not None:
+                self._guard = Guard(self._context, security)
             self._address = self._listen(bind, advertise)
         except BaseException:
             self.close()
@@ -86,6 +103,8 @@ class ZmqControl:
         """Bind the inbound socket; returns the address that peers are told."""
         self._set_up(self._inbound, zmq.RCVHWM)
         self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_frame_nbytes)
+        if self._guard is not None:
+            self._guard.protect(self._inbound)
         try:
             self._inbound.bind(bind)
         except zmq.ZMQError as error:
@@ -102,6 +121,18 @@ class ZmqControl:
         host, _, port = advertise.rpartition(":")
         return f"{host}:{address.rpartition(':')[2]}" if port in ("0", "*") else advertise
 
+    def allow(self, public_keys: Iterable[bytes]) -> None:
+        """Replace the allow-list, from any thread. It is asked when a connection is made: one that
+        stands is not cut by taking its key away."""
+        if self._guard is None:
+            raise ConfigError("a channel without keys has no allow-list")
+        self._guard.allow(public_keys)
+
+    @property
+    def num_unauthenticated(self) -> int:
+        """Connections that were refused for their keys, or for having none."""
+        return 0 if self._guard is None else self._guard.num_refused
+
     def _set_up(self, socket: zmq.Socket[bytes], high_water_mark: int) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(high_water_mark, self._high_water_mark)
@@ -113,8 +144,10 @@ class ZmqControl:
 
     @property
     def address(self) -> str:
-        """What peers send to."""
-        return self._address
+        """What peers send to; with keys, the public one is part of it."""
+        if self._guard is None:
+            return self._address
+        return join_address(self._address, self._guard.public_key)
 
     @property
     def num_sockets(self) -> int:
@@ -149,10 +182,15 @@ class ZmqControl:
         try:
             socket = self._context.socket(zmq.PUSH)
             self._set_up(socket, zmq.SNDHWM)
+            endpoint, server_key = split_address(address)
+            if self._guard is not None:
+                self._guard.introduce(socket, server_key)
+            elif server_key:
+                raise TransferError("the peer wants keys, and this node has none")
             socket.setsockopt(zmq.RECONNECT_IVL, 50)
             socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-            socket.connect(address)
-        except zmq.ZMQError as error:
+            socket.connect(endpoint)
+        except (zmq.ZMQError, PdkvError) as error:
             if socket is not None:
                 socket.close(0)
             raise TransferError(f"can't send to {address}: {error}") from None
@@ -224,5 +262,19 @@ class ZmqControl:
             os.close(self._wake_write)
         for address in list(self._peers):
             self.forget(address)
+        if self._guard is not None:
+            self._guard.close()
         self._inbound.close(0)
         self._context.term()
+
+
+def _stays_here(endpoint: str) -> bool:
+    """Whether an endpoint can be reached from this machine alone."""
+    scheme, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme != "tcp" or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
