@@ -17,6 +17,7 @@ from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs, TableCopy
 
 __all__ = [
+    "AuthenticatedControl",
     "BackendLimits",
     "Capabilities",
     "Completion",
@@ -233,6 +234,15 @@ class ControlChannel(Protocol):
 
     def close(self) -> None:
         """Give sockets back. Idempotent."""
+
+
+@runtime_checkable
+class AuthenticatedControl(ControlChannel, Protocol):
+    """A control plane that knows by whose key a frame came."""
+
+    def receive_from(self, max_frames: int) -> Sequence[tuple[bytes, str]]:
+        """Like `receive`, each frame with its sender: what the address at which that one is reached
+        carries behind a "#". Empty where the channel runs without keys."""
 
 
 @runtime_checkable

@@ -27,7 +27,7 @@ from collections.abc import Iterable, Sequence
 
 import zmq
 
-from pdkv.control.zmq_guard import Guard
+from pdkv.control.zmq_guard import Guard, sender_of
 from pdkv.control.zmq_keys import CurveSecurity, join_address, split_address
 from pdkv.errors import ConfigError, LocalProtocolError, PdkvError, TransferError
 
@@ -199,20 +199,25 @@ class ZmqControl:
 
     def receive(self, max_frames: int) -> Sequence[bytes]:
         """Frames that arrived, oldest first. What no node sends is dropped and counted."""
-        frames: list[bytes] = []
+        return [frame for frame, _ in self.receive_from(max_frames)]
+
+    def receive_from(self, max_frames: int) -> Sequence[tuple[bytes, str]]:
+        """The same, each with the sender's public key in hex; empty where there are no keys."""
+        frames: list[tuple[bytes, str]] = []
         if self._is_closed:
             return frames
         for _ in range(max_frames):
             try:
-                parts = self._inbound.recv_multipart(zmq.DONTWAIT)
+                first = self._inbound.recv(zmq.DONTWAIT, copy=False)
             except zmq.Again:
                 break
-            if len(parts) != 1:
+            if first.more:
+                self._inbound.recv_multipart()
                 self.num_malformed += 1
-            elif len(parts[0]) > self._max_frame_nbytes:
+            elif len(first) > self._max_frame_nbytes:
                 self.num_oversized += 1
             else:
-                frames.append(parts[0])
+                frames.append((first.bytes, "" if self._guard is None else sender_of(first)))
         return frames
 
     def wait(self, timeout_s: float) -> None:

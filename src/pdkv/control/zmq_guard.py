@@ -16,7 +16,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.errors import TransferError
 
-__all__ = ["Guard"]
+__all__ = ["Guard", "sender_of"]
 
 _DOMAIN = "pdkv"
 _REFUSED = (
@@ -87,6 +87,13 @@ class Guard:
             self._monitor.close(0)
             self._monitor = None
         self._authenticator.stop()
+
+
+def sender_of(frame: zmq.Frame) -> str:
+    """The public key, in hex, by which the connection of a frame was let in."""
+    user_id = frame.get("User-Id")
+    assert isinstance(user_id, str)
+    return z85.decode(user_id.encode()).hex()
 
 
 class _AllowList:

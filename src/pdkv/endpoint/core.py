@@ -20,7 +20,7 @@ from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import ConfigError, RemoteProtocolError
-from pdkv.interfaces import ControlChannel, TransferBackend
+from pdkv.interfaces import AuthenticatedControl, ControlChannel, TransferBackend
 from pdkv.plan import Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
@@ -96,6 +96,11 @@ class NodeCore:
         )
         self._backend = backend
         self._control = control
+        self._receive = (
+            control.receive_from
+            if isinstance(control, AuthenticatedControl)
+            else self._receive_unsigned
+        )
         self._aux_component = len(local.layout.kv.components)
         self._aux = aux
         self._incarnation = local.incarnation
@@ -127,8 +132,8 @@ class NodeCore:
         busy = bool(self._commands)
         for _ in range(len(self._commands)):
             self._guarded(self._commands.popleft(), now)
-        for data in self._control.receive(self._limits.max_frames_per_step):
-            self._guarded(self._on_frame, data, now)
+        for data, sender in self._receive(self._limits.max_frames_per_step):
+            self._guarded(self._on_frame, data, sender, now)
             # One message at a time: an answer must not overlook the message before it.
             self.requests.run(now)
             busy = True
@@ -157,7 +162,10 @@ class NodeCore:
 
     # -- frames -----------------------------------------------------------------------------------
 
-    def _on_frame(self, data: bytes, now: float) -> None:
+    def _receive_unsigned(self, max_frames: int) -> list[tuple[bytes, str]]:
+        return [(data, "") for data in self._control.receive(max_frames)]
+
+    def _on_frame(self, data: bytes, sender: str, now: float) -> None:
         frame = decode_frame(data)
         if self.links.is_gone(frame.from_incarnation):
             self.counters["frames_of_the_gone"] += 1
@@ -169,6 +177,9 @@ class NodeCore:
             if head is not None and self.links.refuse_version(frame, head):
                 return
             raise
+        if sender and not self.links.is_from(frame, message, sender):
+            self.counters["frames_forged"] += 1
+            return
         if isinstance(message, Refused):
             self._on_refused(frame.from_rank_id, message)
             return

@@ -75,6 +75,15 @@ class Links:
         """Whether that life was declared over."""
         return incarnation in self._gone
 
+    def is_from(self, frame: Frame, message: Message, sender: str) -> bool:
+        """Whether the key by which a frame came is that of whom it says to be from."""
+        life = message.asked if isinstance(message, Refused) else frame.from_incarnation
+        peer = self.peers.get((life, frame.from_rank_id))
+        addresses = [peer.address] if peer is not None else []
+        if isinstance(message, Hello):
+            addresses.append(message.address)
+        return all(address.endswith(f"#{sender}") for address in addresses)
+
     def send(self, peer: Peer, message: Message, now: float) -> None:
         """One frame. A full way drops it: every message is asked for or sent again."""
         self._send_to(peer.address, peer.key[0], peer.epoch, peer.next_sequence(), message)
