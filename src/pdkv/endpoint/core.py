@@ -66,6 +66,7 @@ from pdkv.request.events import (
 
 __all__ = ["NodeCore"]
 
+_OF_A_READER = (TransferInfo, Announce, Grant, Abort, Ask)
 _log = logging.getLogger("pdkv")
 _HAND_OVERS = (Outcome.CONTINUE, Outcome.FINISHED_AT_PREFILL, Outcome.LOCAL_PREFILL)
 # Waits whose ranks are few and known at once; those of bytes are as many as tags.
@@ -155,7 +156,9 @@ class NodeCore:
             handler(*arguments)
         except RemoteProtocolError as error:
             self.counters["malformed"] += 1
-            _log.warning("dropped: %s", error)
+            # Whoever floods the port must not flood the log.
+            if (self.counters["malformed"] & (self.counters["malformed"] - 1)) == 0:
+                _log.warning("dropped frame %d: %s", self.counters["malformed"], error)
         except Exception:
             self.counters["internal_errors"] += 1
             _log.exception("dropped for an error inside pdkv")
@@ -188,7 +191,7 @@ class NodeCore:
             return
         peer = self.links.get((frame.from_incarnation, frame.from_rank_id))
         if peer is None or frame.to_incarnation != self._incarnation:
-            self.counters["frames_of_strangers"] += 1
+            self.counters["frames_of_strangers" if peer is None else "frames_to_other_lives"] += 1
             return
         if not peer.accept(frame):
             self.counters["frames_doubled"] += 1
@@ -224,6 +227,10 @@ class NodeCore:
             self.requests.tell_all(peer, PeerFailed(peer.rank_id, refused.text))
 
     def _on_message(self, peer: Peer, message: AnyMessage, now: float) -> None:
+        if isinstance(message, _OF_A_READER) and message.identity.incarnation != peer.key[0]:
+            # A reader speaks of its own requests. Another's is never touched, nor answered for.
+            self.counters["identities_foreign"] += 1
+            return
         match message:
             case TransferInfo() | Announce():
                 self.requests.rooms.on_asking(peer, message, now)
@@ -272,9 +279,19 @@ class NodeCore:
                 self.requests.inbox.append((owner, PeerQuiet(peer.rank_id)))
 
     def _to_receiver(self, peer: Peer, identity: Identity, event: Event) -> None:
-        owner = self.requests.receivers.get(identity)
-        if owner is not None and owner.engine == peer.key[0]:
+        owner = self._receiver_from(peer, identity)
+        if owner is not None:
             self.requests.inbox.append((owner, event))
+
+    def _receiver_from(self, peer: Peer, identity: Identity) -> Receiving | None:
+        """The request that this peer may speak of; what is said of others is dropped."""
+        owner = self.requests.receivers.get(identity)
+        if owner is None:
+            self.counters["answers_stale"] += 1
+        elif owner.engine != peer.key[0]:
+            self.counters["identities_foreign"] += 1
+            return None
+        return owner
 
     def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
         known = {item.identity: item for item in waiting}
@@ -303,8 +320,8 @@ class NodeCore:
             self.requests.inbox.append((owner, event))
 
     def _on_sent(self, peer: Peer, message: Sent) -> None:
-        owner = self.requests.receivers.get(message.identity)
-        if owner is None or owner.engine != peer.key[0]:
+        owner = self._receiver_from(peer, message.identity)
+        if owner is None:
             return
         aux = self._aux_component
         events: list[Event] = []

@@ -69,7 +69,9 @@ class Requests:
         self._counters = counters
         self._rank_id = rank_id
         self._limits = limits
-        self.rooms = Rooms(links=links, inbox=self.inbox, rank_id=rank_id, limits=limits)
+        self.rooms = Rooms(
+            links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
+        )
 
     def run(self, now: float) -> None:
         """Feed everything that waits in the inbox."""

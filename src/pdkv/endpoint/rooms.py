@@ -6,7 +6,7 @@ or in an answer of its own. Refuses to know bytes, votes and engines. Layer 5.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 
@@ -54,6 +54,7 @@ class Rooms:
         inbox: deque[tuple[Receiving | Sending, Event]],
         rank_id: int,
         limits: Limits,
+        counters: Counter[str],
     ) -> None:
         self.by_identity: dict[Identity, Sending] = {}
         self.is_draining = False
@@ -61,6 +62,7 @@ class Rooms:
         self._inbox = inbox
         self._rank_id = rank_id
         self._limits = limits
+        self._counters = counters
         self._open: dict[int, Sending] = {}
         self._early: OrderedDict[int, Early] = OrderedDict()
         self._dead = Graveyard(limits)
@@ -160,8 +162,6 @@ class Rooms:
         """Compare what a reader says with what the pairing says it must be."""
         if peer.pairing is None:
             return "no handshake as a reader"
-        if asking.identity.incarnation != peer.key[0]:
-            return "identity of another engine"
         if asking.is_dummy != (self._rank_id not in peer.pairing.writers(peer.rank_id)):
             return "is_dummy differs from the route"
         if isinstance(asking, Announce):
@@ -268,7 +268,7 @@ class Rooms:
     def on_grant(self, peer: Peer, message: Grant) -> None:
         """Staging regions of a live request; for one that is over they mean nothing."""
         owner = self._sender_of(message.identity)
-        if owner is None or message.identity.incarnation != peer.key[0]:
+        if owner is None:
             return
         problem = _grant_problem(peer, message.grants)
         event: Event = GrantsReceived(peer.rank_id, message.grants)
@@ -286,6 +286,7 @@ class Rooms:
         self, peer: Peer, identity: Identity, cause: str, now: float, *, recompute: bool = False
     ) -> None:
         """Nothing was and nothing will be written for this identity to this peer."""
+        self._counters["asks_refused"] += 1
         kind = Recompute if recompute else Failed
         self._links.send(peer, kind(identity, cause), now)
         self._links.send(peer, Quiesced(identity, cause), now)
