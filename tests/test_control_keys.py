@@ -10,6 +10,7 @@ import pytest
 import zmq
 import zmq.auth
 
+from pdkv.backends.loopback import LoopbackBackend, LoopbackFabric
 from pdkv.cli import keys as cli
 from pdkv.control.zmq import ZmqControl
 from pdkv.control.zmq_keys import (
@@ -19,7 +20,20 @@ from pdkv.control.zmq_keys import (
     load_public_key,
     split_address,
 )
+from pdkv.endpoint import (
+    DecodeEndpoint,
+    EndpointEvent,
+    Node,
+    PrefillEndpoint,
+    Released,
+    Succeeded,
+)
 from pdkv.errors import ConfigError, TransferError
+from pdkv.pool.aux import AuxBuffers
+from pdkv.pool.kv import KVPool
+from pdkv.protocol import Goodbye, Refused, encode_frame
+from pdkv.rendezvous import EngineRecord
+from support import AUX, small_layout
 
 DEADLINE_S = 20.0
 Make = Callable[..., ZmqControl]
@@ -191,3 +205,79 @@ class TestFiles:
         assert f"trusts  {key}" in capsys.readouterr().out
         assert cli.main(["new", str(tmp_path), "one"]) == 1
         assert "exists" in capsys.readouterr().err
+
+
+class TestNodes:
+    """Whole nodes with keys: a request passes, and nobody speaks in another's name."""
+
+    @pytest.fixture
+    def nodes(self) -> Iterator[list[Node]]:
+        fabric = LoopbackFabric()
+        nodes, pools = [], []
+        for life, security in enumerate(pairs((1, 2), (0, 2), (0, 1)), 1):
+            aux = AuxBuffers(AUX, num_rows=8)
+            layout = small_layout()
+            pools.append(KVPool(layout, 0, 32))
+            nodes.append(
+                Node(
+                    backend=LoopbackBackend(fabric=fabric),
+                    control=ZmqControl(security=security),
+                    layout=layout,
+                    pool=pools[-1].layout(aux),
+                    aux=aux,
+                    incarnation=life.to_bytes(16, "big"),
+                    threaded=False,
+                )
+            )
+        yield nodes
+        for node in nodes:
+            node.close()
+        assert len(pools) == 3, "kept until here: a node holds addresses, not tensors"
+
+    @staticmethod
+    def serve(prefill: PrefillEndpoint, decode: DecodeEndpoint, room: int) -> list[EndpointEvent]:
+        """One request; the decode side's events until it is over."""
+        record = EngineRecord(
+            incarnation=prefill.node.incarnation,
+            layout=prefill.node.layout,
+            addresses=(prefill.node.address,),
+        )
+        settings = {"prefill": record, "num_tokens": 8, "page_ids": [3, 4], "aux_index": 1}
+        decode.submit(room=room, attempt=room, **settings)  # type: ignore[arg-type]
+        handle = prefill.open(room, 8)
+        prefill.send(handle, tokens=range(8), page_ids=[1, 2])
+        prefill.finish(handle, aux_index=1)
+        events: list[EndpointEvent] = []
+        deadline = time.monotonic() + DEADLINE_S
+        while not any(isinstance(e, Released) for e in events) and time.monotonic() < deadline:
+            prefill.poll(time.monotonic())
+            events += decode.poll(time.monotonic())
+        return events
+
+    def test_a_request_passes(self, nodes: list[Node]) -> None:
+        prefill, decode = PrefillEndpoint(nodes[0]), DecodeEndpoint(nodes[1])
+        assert any(isinstance(e, Succeeded) for e in self.serve(prefill, decode, 1))
+        for node in nodes:
+            assert not node.core.counters["frames_forged"]
+
+    def test_a_trusted_node_can_not_speak_for_another(self, nodes: list[Node]) -> None:
+        prefill, decode = PrefillEndpoint(nodes[0]), DecodeEndpoint(nodes[1])
+        self.serve(prefill, decode, 1)
+        liar = nodes[2]
+        hello = nodes[1].core.links._hello(0)
+        for message in (Goodbye("x"), hello, Refused("version", "x", nodes[1].incarnation)):
+            frame = encode_frame(
+                message,
+                from_incarnation=nodes[1].incarnation,
+                from_rank_id=0,
+                to_incarnation=nodes[0].incarnation,
+                epoch=1 << 20,
+                sequence=1,
+            )
+            assert liar._control.send(nodes[0].address, frame)
+        deadline = time.monotonic() + DEADLINE_S
+        counters = nodes[0].core.counters
+        while counters["frames_forged"] < 3 and time.monotonic() < deadline:
+            nodes[0].step()
+        assert counters["frames_forged"] == 3
+        assert any(isinstance(e, Succeeded) for e in self.serve(prefill, decode, 2))

@@ -287,11 +287,11 @@ def test_a_thousand_bad_frames_while_real_requests_run(scene: Scene) -> None:
         scene.heard = world.network.held("p/0", "d/0")[0]
         world.network.deliver("p/0", "d/0")
         world.run(5)
-        serve(prefill, attempt, NUM_TOKENS, PAGES)
         scene.shake_hands()
         for reason, kinds in KINDS.items():
             world.run(1)
             sent[reason] += sum(attack_all(scene, kind) for kind in kinds)
+        serve(prefill, attempt, NUM_TOKENS, PAGES)
         world.run(40)
     assert sum(sent.values()) >= 1000
     assert sum(map(len, KINDS.values())) >= 30

@@ -72,6 +72,7 @@ class ZmqControl:
                 "trust_network=True where each of them may be trusted"
             )
         self._guard: Guard | None = None
+        self._num_unauthenticated = 0
         self._high_water_mark = high_water_mark
         self._max_frame_nbytes = max_frame_nbytes
         self.num_oversized = 0
@@ -87,14 +88,14 @@ class ZmqControl:
         self._inbound = self._context.socket(zmq.PULL)
         try:
             if security is not None:
-                self._guard = Guard(self._context, security)
+                self._guard = Guard(self._context, self._inbound, security)
             self._address = self._listen(bind, advertise)
         except BaseException:
             self.close()
             raise
         fd = self._inbound.getsockopt(zmq.FD)
         assert isinstance(fd, int)
-        self._fds = (fd, self._wake_read)
+        self._fds = [fd, self._wake_read, *([self._guard.fd] if self._guard else [])]
         self._poll = select.poll()
         for each in self._fds:
             self._poll.register(each, select.POLLIN)
@@ -103,8 +104,6 @@ class ZmqControl:
         """Bind the inbound socket; returns the address that peers are told."""
         self._set_up(self._inbound, zmq.RCVHWM)
         self._inbound.setsockopt(zmq.MAXMSGSIZE, 2 * self._max_frame_nbytes)
-        if self._guard is not None:
-            self._guard.protect(self._inbound)
         try:
             self._inbound.bind(bind)
         except zmq.ZMQError as error:
@@ -131,7 +130,9 @@ class ZmqControl:
     @property
     def num_unauthenticated(self) -> int:
         """Connections that were refused for their keys, or for having none."""
-        return 0 if self._guard is None else self._guard.num_refused
+        if self._guard is not None and not self._is_closed:
+            self._num_unauthenticated = self._guard.num_refused
+        return self._num_unauthenticated
 
     def _set_up(self, socket: zmq.Socket[bytes], high_water_mark: int) -> None:
         socket.setsockopt(zmq.LINGER, 0)
@@ -206,6 +207,8 @@ class ZmqControl:
         frames: list[tuple[bytes, str]] = []
         if self._is_closed:
             return frames
+        if self._guard is not None:
+            self._guard.answer()
         for _ in range(max_frames):
             try:
                 first = self._inbound.recv(zmq.DONTWAIT, copy=False)
@@ -239,6 +242,8 @@ class ZmqControl:
             os.read(self._wake_read, 4096)
 
     def _has_arrived(self) -> bool:
+        if self._guard is not None and self._guard.answer():
+            return True
         events = self._inbound.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & zmq.POLLIN)

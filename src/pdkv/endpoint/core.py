@@ -205,6 +205,10 @@ class NodeCore:
         if self.is_asleep:
             self.links.refuse_asleep(frame, hello)
             return
+        known = self.links.get((frame.from_incarnation, frame.from_rank_id))
+        if known is not None and not known.accept(frame):
+            self.counters["frames_doubled"] += 1
+            return
         for old in self.links.peers.others_at(hello.address, frame.from_incarnation):
             if old.state not in (PeerState.LOST, PeerState.GONE):
                 old.state = PeerState.LOST
@@ -212,7 +216,8 @@ class NodeCore:
         peer = self.links.on_hello(frame, hello, now)
         if peer is None:
             return
-        peer.accept(frame)
+        if known is None:
+            peer.accept(frame)
         peer.heard_at = now
         if hello.is_reply:
             self.requests.tell_all(peer, PeerReady(peer.rank_id))

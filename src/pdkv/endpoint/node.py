@@ -38,10 +38,11 @@ _IDLE_WAIT_S = 0.02
 class Node:
     """The process's part of the transfer plane.
 
-    `pool`: this rank's addresses (`KVPool.layout(aux)`, or the engine's own). `aux` must be the
-    buffers whose region `pool` names. `incarnation`: 16 random bytes, one per life of the engine,
-    the same on all its ranks. `planner`: who pairs two layouts; nodes of one process may share one
-    that remembers. Takes ownership of `backend` and `control` and closes them.
+    `pool`: this rank's addresses (`KVPool.layout(aux)`, or the engine's own); the tensors behind
+    them must live until `close`, since peers write there. `aux` must be the buffers whose region
+    `pool` names. `incarnation`: 16 random bytes, one per life of the engine, the same on all its
+    ranks. `planner`: who pairs two layouts; nodes of one process may share one that remembers.
+    Takes ownership of `backend` and `control` and closes them.
     """
 
     def __init__(
