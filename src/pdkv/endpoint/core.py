@@ -13,7 +13,8 @@ import logging
 from collections import Counter, deque
 from collections.abc import Callable
 
-from pdkv.endpoint.events import Health, WaitingRequest
+from pdkv.endpoint.events import Health
+from pdkv.endpoint.health import health_of
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
@@ -398,21 +399,4 @@ class NodeCore:
 
     def health(self) -> Health:
         """A snapshot for an operator."""
-        requests = self.requests
-        waiting = tuple(
-            WaitingRequest(
-                str(owner.machine.identity or "unbound"),
-                owner.machine.poll.name,
-                owner.machine.memory.value,
-                owner.machine.waits_for(),
-                owner.machine.cause,
-            )
-            for owner in requests.owners()
-        )
-        return Health(
-            problems=tuple(requests.problems()),
-            waiting=waiting,
-            num_quarantined=len(requests.quarantined()),
-            refusals=tuple(self.links.refusals),
-            counters=dict(self.counters),
-        )
+        return health_of(self.requests, self.links.refusals, self.counters)
