@@ -179,6 +179,7 @@ class Engine:
             "rss_mb": resident * resource.getpagesize() / 1e6,
             "problems": [text for each in health for text in each.problems],
             "counters": health[0].counters,
+            "incarnation": self.incarnation.hex(),
             "routes": [record.engine_id for record in self.directories[0].engines()],
         }
 

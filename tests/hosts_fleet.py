@@ -78,7 +78,7 @@ class Process:
             self.popen.stdin.write(json.dumps(command) + "\n")
             self.popen.stdin.flush()
         except BrokenPipeError:
-            pass  # it was killed a moment ago
+            pass  # it ended a moment ago
 
     def kill(self) -> None:
         self.popen.kill()
@@ -165,10 +165,7 @@ class Fleet:
                 self._num_up[name] = self._num_up.get(name, 0) + 1
                 self.incarnations[name] = event.get("incarnation", "")
             case "end":
-                request = self.requests[event["room"]]
-                request.ends.setdefault(event["role"], event)
-                if len(request.ends) == 2:
-                    request.ended = request.ended or time.monotonic()
+                self._end(self.requests[event["room"]], event["role"], event)
             case "stats":
                 self.stats[name] = event
             case "status":
@@ -193,9 +190,19 @@ class Fleet:
         num_tokens = self.rng.randint(1, 96)
         made = Request(room, prefill, decode, num_tokens, time.monotonic())
         self.requests[room] = made
-        self._processes[prefill].tell(op="prefill", room=room, num_tokens=num_tokens)
-        self._processes[decode].tell(op="decode", room=room, num_tokens=num_tokens, peer=prefill)
+        words = {"room": room, "num_tokens": num_tokens, "peer": prefill}
+        for role, name in (("prefill", prefill), ("decode", decode)):
+            if self._processes[name].popen.poll() is None:
+                self._processes[name].tell(op=role, **words)
+            else:
+                self._end(made, role, {"ok": False, "cause": "its engine is down"})
         return made
+
+    @staticmethod
+    def _end(request: Request, role: str, end: dict[str, Any]) -> None:
+        request.ends.setdefault(role, end)
+        if len(request.ends) == 2:
+            request.ended = request.ended or time.monotonic()
 
     @property
     def unfinished(self) -> list[Request]:
@@ -244,16 +251,15 @@ class Fleet:
         for request in self.requests.values():
             roles = {"prefill": request.prefill, "decode": request.decode}
             for role, where in roles.items():
-                if where == name and role not in request.ends and not request.ended:
-                    request.ends[role] = {"ok": False, "cause": "killed by the test"}
-                    if len(request.ends) == 2:
-                        request.ended = now
+                if where == name:
+                    self._end(request, role, {"ok": False, "cause": "killed by the test"})
         return incarnation
 
     def declare_gone(self, incarnation: str) -> None:
         """The operator's word, by whoever killed that process."""
         for name in self.engines:
-            self._processes[name].tell(op="gone", incarnation=incarnation)
+            if self._processes[name].popen.poll() is None:
+                self._processes[name].tell(op="gone", incarnation=incarnation)
 
     def is_up(self, name: str, times: int) -> bool:
         return self._num_up.get(name, 0) >= times

@@ -10,13 +10,13 @@ Layer 5.
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from pdkv.endpoint.events import Health
 from pdkv.endpoint.health import health_of
 from pdkv.endpoint.links import Links
-from pdkv.endpoint.peers import Peer, PeerState
+from pdkv.endpoint.peers import Peer, PeerKey, PeerState
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
@@ -370,23 +370,35 @@ class NodeCore:
         self.links.greet_again(now)
         self.requests.tick(now)
         self.problem = "; ".join(self.requests.problems())
-        for peer in self.links.peers:
-            alive = peer.state in (PeerState.READY, PeerState.LOST)
-            if alive and now - peer.said_at >= self._limits.keepalive_s:
-                self.links.send(peer, self._keepalive(peer), now)
+        due = [peer for peer in self.links.peers if self._owes_keepalive(peer, now)]
+        words = self._words() if due else {}
+        for peer in due:
+            self.links.send(peer, Keepalive(tuple(words.get(peer.key, ()))), now)
         self.links.reap()
 
-    def _keepalive(self, peer: Peer) -> Keepalive:
-        """What I know of the requests that concern this peer, and what I wait for."""
-        waiting = self.requests.rooms.early_of(peer)
+    def _owes_keepalive(self, peer: Peer, now: float) -> bool:
+        alive = peer.state in (PeerState.READY, PeerState.LOST)
+        return alive and now - peer.said_at >= self._limits.keepalive_s
+
+    def _words(self) -> dict[PeerKey, list[Waiting]]:
+        """What I know of each request and what I wait for, by the peers that it concerns.
+
+        One pass over the requests: a pass for each peer was most of what a node with many did.
+        """
+        words: defaultdict[PeerKey, list[Waiting]] = defaultdict(list)
+        for key, word in self.requests.rooms.early_words():
+            words[key].append(word)
         for owner in self.requests.owners():
             machine = owner.machine
-            is_peer = peer.rank_id in self.requests.peer_ranks(owner)
-            if machine.identity and is_peer and self.requests.engine_of(owner) == peer.key[0]:
-                wait = machine.wait
-                ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
-                waiting.append(Waiting(machine.identity, int(machine.poll), int(wait), ranks))
-        return Keepalive(tuple(waiting))
+            if machine.identity is None:
+                continue
+            wait = machine.wait
+            ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
+            word = Waiting(machine.identity, int(machine.poll), int(wait), ranks)
+            engine = self.requests.engine_of(owner)
+            for rank_id in self.requests.peer_ranks(owner):
+                words[engine, rank_id].append(word)
+        return words
 
     def sleep(self, now: float) -> None:
         """End this life: peers are told, and nothing of theirs is kept. ConfigError while a

@@ -126,7 +126,9 @@ class Links:
         if peer.state in (PeerState.LOST, PeerState.REFUSED):
             peer.renew(self.peers.next_epoch())
             peer.state = PeerState.CONNECTING
-        if not peer.is_greeted or self._is_silent(peer, now):
+        # Not once per request: of a thousand that are submitted at once the first one greets.
+        overdue = now - peer.hello_at >= self._local.limits.resend_s
+        if overdue and (not peer.is_greeted or self._is_silent(peer, now)):
             self._greet(peer, now)
         return peer
 

@@ -32,7 +32,7 @@ __all__ = ["Node"]
 _log = logging.getLogger("pdkv")
 _NAP_S = 50e-6
 _MAX_NAP_S = 1e-3
-_IDLE_WAIT_S = 0.02
+_IDLE_WAIT_S = 0.1  # while nothing is live, frames and commands end the wait; bytes can't come
 
 
 class Node:

@@ -47,7 +47,7 @@ class Peer:
     is_greeted: bool = False  # ... and has answered it
     heard_at: float = 0.0
     said_at: float = 0.0
-    hello_at: float = 0.0
+    hello_at: float = float("-inf")
     epoch: int = 1
     sequence: int = 0
     their_epoch: int = 0
@@ -69,6 +69,7 @@ class Peer:
         self.epoch = epoch
         self.sequence = 0
         self.is_greeted = False
+        self.hello_at = float("-inf")
 
     def accept(self, frame: Frame) -> bool:
         """Whether this frame is new; False for doubles and for what an older way left behind."""

@@ -7,11 +7,12 @@ or in an answer of its own. Refuses to know bytes, votes and engines. Layer 5.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, deque
+from collections.abc import Iterator
 
 import numpy as np
 
 from pdkv.endpoint.links import Links
-from pdkv.endpoint.peers import Peer
+from pdkv.endpoint.peers import Peer, PeerKey
 from pdkv.endpoint.records import Early, Graveyard, Receiving, Sending, Tombstone
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
@@ -318,13 +319,11 @@ class Rooms:
             if peer is not None:
                 self._refuse(peer, asking.identity, cause, now)
 
-    def early_of(self, peer: Peer) -> list[Waiting]:
-        """What this peer asked for and no engine has opened: it is queued."""
-        return [
-            Waiting(early.asking[peer.key].identity, int(KVPoll.Bootstrapping), int(Wait.QUEUED))
-            for early in self._early.values()
-            if peer.key in early.asking
-        ]
+    def early_words(self) -> Iterator[tuple[PeerKey, Waiting]]:
+        """What peers asked for and no engine has opened: it is queued."""
+        for early in self._early.values():
+            for key, asking in early.asking.items():
+                yield key, Waiting(asking.identity, int(KVPoll.Bootstrapping), int(Wait.QUEUED))
 
 
 def _grant_problem(peer: Peer, grants: tuple[StageGrant, ...]) -> str:
