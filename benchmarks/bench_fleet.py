@@ -1,11 +1,12 @@
-"""The control plane at fleet size: `python benchmarks/bench_fleet.py [--ranks 64] [--rooms N]`.
+"""The control plane at fleet size: `python benchmarks/bench_fleet.py [--prefill N] [--decode N]`.
 
 So many prefill and so many decode engines of one rank, a process each, all pairs connected over
 ZeroMQ on loopback, found through one rendezvous server, with all rooms open at once: asked for,
 bootstrapped, not computed. No bytes move. Prints: the time inside one message's handler (wall
 clock and CPU of that thread: with more processes than cores the first counts the others too), the
 CPU of a rank that idles with all its peers connected, the same with its rooms open, its sockets,
-descriptors and memory, and what the rendezvous server and its clients cost.
+descriptors and memory, and what the rendezvous server and its clients cost. `--decode 4` shows
+decode ranks with 64 peers on a machine whose cores would not do for 64 of them.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from pdkv.rendezvous import EngineRecord, Known, RendezvousLimits, RouteQuery
 from pdkv.rendezvous.client import RendezvousClient
 from pdkv.rendezvous.server import RendezvousServer
 
-LIMITS = Limits(handshake_s=300, bootstrap_s=600, queued_s=600, progress_s=600, peer_lost_s=60)
+LONG = {"handshake_s": 300.0, "bootstrap_s": 600.0, "queued_s": 600.0, "progress_s": 600.0}
 RENDEZVOUS = RendezvousLimits(beat_s=1.0, slow_s=10.0, lease_s=30.0)
 WAIT_S = 0.1  # as a node's own thread does while nothing is live; what arrives ends the wait
 
@@ -45,7 +46,7 @@ WAIT_S = 0.1  # as a node's own thread does while nothing is live; what arrives 
 class Rank:
     """One engine of one rank, polled by its own loop."""
 
-    def __init__(self, name: str, server: str, num_rows: int) -> None:
+    def __init__(self, name: str, server: str, num_rows: int, keepalive_s: float) -> None:
         kv = KVLayout.mha(num_layers=1, total_kv_heads=1, head_dim=8, dtype="float32")
         layout = EngineLayout.simple(kv, page_size=16)
         aux = AuxBuffers(num_rows=num_rows)
@@ -58,7 +59,7 @@ class Rank:
             pool=pool.layout(aux),
             aux=aux,
             incarnation=os.urandom(16),
-            limits=LIMITS,
+            limits=Limits(peer_lost_s=60, keepalive_s=keepalive_s, **LONG),
             threaded=False,
         )
         self.seen: Counter[str] = Counter()
@@ -129,11 +130,16 @@ class Step:
 
 
 def child(index: int, step: Step, server: str, arguments: argparse.Namespace) -> None:
-    """One rank's life; index < ranks is a prefill rank."""
-    is_prefill = index < arguments.ranks
-    number = index % arguments.ranks
-    share = [r for r in range(arguments.rooms) if r % arguments.ranks == number]
-    rank = Rank(f"{'p' if is_prefill else 'd'}{number}", server, len(share) + 8)
+    """One rank's life; the prefill ranks come first."""
+    is_prefill = index < arguments.prefill
+    number = index if is_prefill else index - arguments.prefill
+    if is_prefill:
+        share = list(range(number, arguments.rooms, arguments.prefill))
+    else:
+        share = rooms_of(number, arguments)
+    rank = Rank(
+        f"{'p' if is_prefill else 'd'}{number}", server, len(share) + 8, arguments.keepalive_s
+    )
     endpoint: Any = (PrefillEndpoint if is_prefill else DecodeEndpoint)(rank.node)
     step.wait(rank, endpoint)  # everybody has registered
     refs = open_rooms(rank, endpoint, share, arguments) if is_prefill else []
@@ -176,24 +182,25 @@ def private_mb() -> float:
 def open_rooms(
     rank: Rank, endpoint: Any, share: list[int], arguments: argparse.Namespace
 ) -> list[Any]:
-    """A prefill rank serves every room r with r % ranks == its number."""
+    """A prefill rank serves all its rooms from the beginning."""
     return [endpoint.open(room=room, num_tokens=16) for room in share]
 
 
-def submit_rooms(
-    rank: Rank, endpoint: Any, share: list[int], arguments: argparse.Namespace
-) -> list[Any]:
-    """Decode rank i takes the rooms of all prefill ranks in turn: block i of each one's list."""
-    number = share[0]
-    of_each = -(-arguments.rooms // arguments.ranks)
-    rooms = [
-        slot * arguments.ranks + prefill
-        for prefill in range(arguments.ranks)
-        for slot in range(of_each)
-        if (slot + prefill) % arguments.ranks == number
-        and slot * arguments.ranks + prefill < arguments.rooms
+def rooms_of(number: int, arguments: argparse.Namespace) -> list[int]:
+    """Prefill rank p serves rooms p, p + prefill, ...; the decode ranks take turns at each of
+    them, each beginning elsewhere, so that all pairs have rooms."""
+    return [
+        room
+        for room in range(arguments.rooms)
+        if (room // arguments.prefill + room % arguments.prefill) % arguments.decode == number
     ]
-    queries = [RouteQuery(f"p{room % arguments.ranks}", room) for room in rooms]
+
+
+def submit_rooms(
+    rank: Rank, endpoint: Any, rooms: list[int], arguments: argparse.Namespace
+) -> list[Any]:
+    """Ask for all of them at once, as soon as their engines are known."""
+    queries = [RouteQuery(f"p{room % arguments.prefill}", room) for room in rooms]
     answers = rank.directory.resolve(queries)
     while not all(isinstance(answer, Known) for answer in answers):
         rank.poll_for(endpoint, WAIT_S, lambda: False)
@@ -222,7 +229,7 @@ class Children:
         self._done: list[Any] = []
         gc.collect()
         gc.freeze()
-        for index in range(2 * arguments.ranks):
+        for index in range(arguments.prefill + arguments.decode):
             self._fork(index, server, arguments)
 
     def _fork(self, index: int, server: str, arguments: argparse.Namespace) -> None:
@@ -291,7 +298,9 @@ def report(results: list[dict[str, Any]], ranks: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=64, help="of either side")
+    parser.add_argument("--prefill", type=int, default=64, help="prefill ranks")
+    parser.add_argument("--decode", type=int, default=64, help="decode ranks")
+    parser.add_argument("--keepalive-s", type=float, default=1.0, help="limits.keepalive_s")
     parser.add_argument("--rooms", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=10.0, help="of each CPU measurement")
     arguments = parser.parse_args()
@@ -304,14 +313,14 @@ def main() -> None:
         server = RendezvousServer(ZmqControl(address), limits=RENDEZVOUS)
         began = time.monotonic()
         children.collect()
-        while len(server.status()) < 2 * arguments.ranks:
+        while len(server.status()) < arguments.prefill + arguments.decode:
             time.sleep(0.05)
-        print(f"{2 * arguments.ranks} ranks registered after {time.monotonic() - began:.1f} s")
+        print(f"{len(children.pids)} ranks registered after {time.monotonic() - began:.1f} s")
         for what in ("rooms opened by prefill", "routes known", "rooms bootstrapped"):
             children.go_on()
             said = children.collect()
             print(f"{what} after {time.monotonic() - began:.1f} s")
-        halves = said[: arguments.ranks], said[arguments.ranks :]
+        halves = said[: arguments.prefill], said[arguments.prefill :]
         print("bootstrapped:", [sum(each["bootstrapped"] for each in half) for half in halves])
         causes = sum((Counter(each["causes"]) for each in said), Counter[str]())
         print("failed:", causes.most_common(4))
@@ -322,7 +331,7 @@ def main() -> None:
         children.go_on()
         results = children.collect()
         share = (cpu_s() - idle_used) / (time.monotonic() - idle_from)
-        report(results, arguments.ranks)
+        report(results, arguments.prefill)
         print(f"rendezvous server: {cpu_s() - used:.1f} s of CPU in all, {100 * share:.1f} % idle")
         server.close()
     finally:
