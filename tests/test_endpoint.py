@@ -204,8 +204,9 @@ def test_a_failed_write_fails_both_sides_with_its_cause_and_frees_nothing(world:
     prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
     pages = pages_of(16, 1)
     ask(decode, prefill, 5, 1, 16, pages)
-    prefill.backends[0].faults.fail_error = "cable on fire"
-    prefill.backends[0].faults.fail_next = 1
+    faults = prefill.backends[0].faults
+    faults.fail_error, faults.hold_landing = "cable on fire", True
+    faults.fail_next = 1
     serve(prefill, 5, 16, pages)
     world.run(steps=300)
     assert "cable on fire" in decode.events(RequestFailed)[0].cause

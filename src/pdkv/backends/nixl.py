@@ -12,8 +12,8 @@ all: over TCP it listens on every interface.
 
 What ends an earlier transfer for certain, and so what `fence` can say:
 
-- TCP: nothing. Bytes of a killed writer sit in the target's own sockets, and the target applies
-  them when it next makes progress. `fence` stays False.
+- TCP: its completion without an error; after an error nothing. Bytes of a killed writer sit in the
+  target's own sockets, and the target applies them when it next makes progress.
 - CMA (processes of one host): the kernel copies inside the writer's `post` (measured, down to the
   first post and with a stopped target), so a writer that returned from it, or is gone, writes no
   more. Not so with num_threads: then long posts are copied by NIXL's threads.
@@ -233,14 +233,11 @@ class NixlBackend:
         return known.transport if known is not None else ""
 
     def fence(self, peer: str) -> bool:
-        """True over CMA without num_threads as soon as nothing is in flight; else never."""
+        """True when every transfer ended without an error; after one over CMA only."""
         known = self._peers.get(peer)
-        return (
-            known is not None
-            and known.transport == "cma"
-            and self._copies_in_post
-            and not self._transfers.are_busy(peer)
-        )
+        if known is None or self._transfers.are_busy(peer):
+            return False
+        return not known.abandoned or (known.transport == "cma" and self._copies_in_post)
 
     # -- transfers --------------------------------------------------------------------------------
 

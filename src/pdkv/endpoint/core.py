@@ -57,7 +57,6 @@ from pdkv.request.events import (
     PeerFailed,
     PeerLost,
     PeerQuiet,
-    PeerReady,
     PeerRecompute,
     PeerSeen,
     TagArrived,
@@ -221,7 +220,7 @@ class NodeCore:
             peer.accept(frame)
         peer.heard_at = now
         if hello.is_reply:
-            self.requests.tell_all(peer, PeerReady(peer.rank_id))
+            self.requests.welcome(peer)
 
     def _lose(self, peer: Peer, cause: str) -> None:
         self.requests.tell_all(peer, PeerLost(peer.rank_id, cause))
@@ -363,8 +362,18 @@ class NodeCore:
 
     # -- time -------------------------------------------------------------------------------------
 
+    def _end_what_is_fenced(self) -> None:
+        """Writes that ended in an error are over where the backend can prove it."""
+        for owner in self.requests.senders.values():
+            engine = self.requests.engine_of(owner)
+            for rank_id in owner.machine.unsettled:
+                peer = self.links.get((engine, rank_id))
+                if peer is not None and self._backend.fence(peer.backend_key):
+                    self.requests.inbox.append((owner, PeerQuiet(rank_id)))
+
     def _tick(self, now: float) -> None:
         self._ticked_at = now
+        self._end_what_is_fenced()
         for peer in self.links.lost(now):
             self._lose(peer, f"silent for {now - peer.heard_at:.1f} s")
         self.links.greet_again(now)

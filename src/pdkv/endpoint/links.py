@@ -27,10 +27,13 @@ from pdkv.protocol import (
 )
 from pdkv.rendezvous import EngineRecord
 
-__all__ = ["Links"]
+__all__ = ["CAPABILITIES", "DECODE_PREFIX", "Links"]
 
 _log = logging.getLogger("pdkv")
 _MAX_REFUSALS = 64
+
+DECODE_PREFIX = "decode_prefix"  # I leave out what the reader holds already
+CAPABILITIES = (DECODE_PREFIX,)
 
 
 class Links:
@@ -152,7 +155,7 @@ class Links:
             metadata=self._metadata,
             is_reply=is_reply,
             grid=grid,
-            capabilities=("decode_prefix",),
+            capabilities=CAPABILITIES,
         )
 
     # -- the writer's half ----------------------------------------------------------------------

@@ -18,6 +18,7 @@ from typing import Self
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change, Health
 from pdkv.endpoint.records import LocalRank, Planner
+from pdkv.endpoint.settings import check_backend
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
@@ -62,6 +63,7 @@ class Node:
     ) -> None:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
+        check_backend(backend, pool)
         self.layout = layout
         self.rank_id = rank_id
         self.limits = limits or Limits()

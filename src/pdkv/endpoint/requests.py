@@ -10,7 +10,7 @@ import logging
 from collections import Counter, deque
 
 from pdkv.endpoint.events import Change, TransferStats
-from pdkv.endpoint.links import Links
+from pdkv.endpoint.links import DECODE_PREFIX, Links
 from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.rooms import Rooms
@@ -44,6 +44,10 @@ __all__ = ["Requests"]
 
 _log = logging.getLogger("pdkv")
 _MAX_FAILED_JOURNALS = 16
+
+
+def _takes_prefix(peer: Peer) -> bool:
+    return peer.hello is not None and DECODE_PREFIX in peer.hello.capabilities
 
 
 class Requests:
@@ -156,7 +160,7 @@ class Requests:
                 continue
             peer.requests.add(request.identity)
             if peer.state is PeerState.READY and peer.is_greeted:
-                self.inbox.append((owner, PeerReady(rank_id)))
+                self.inbox.append((owner, self._ready(owner, peer)))
             elif peer.state is PeerState.GONE:
                 self.inbox.append((owner, Cancel(f"prefill rank {rank_id} was declared gone")))
             elif peer.state is PeerState.REFUSED:
@@ -167,6 +171,10 @@ class Requests:
         """An announced request has its pages now."""
         owner = self.receivers.get(request.identity)
         if owner is not None:
+            for rank_id in owner.machine.peers:
+                peer = self._links.get((owner.engine, rank_id))
+                if request.decode_prefix_len and peer and peer.hello and not _takes_prefix(peer):
+                    self.inbox.append((owner, self._no_prefix(peer, request.decode_prefix_len)))
             self._feed(owner, Allocate(request), now)
             self._expect(owner, owner.machine.pairing, request)
 
@@ -305,6 +313,26 @@ class Requests:
         for owner in self.owners():
             self.inbox.append((owner, Tick()))
         self.rooms.expire(now)
+
+    def welcome(self, peer: Peer) -> None:
+        """A prefill rank answered the greeting: what waits for it may go on."""
+        for owner in self.receivers.values():
+            if owner.engine == peer.key[0]:
+                self.inbox.append((owner, self._ready(owner, peer)))
+
+    def _ready(self, owner: Receiving, peer: Peer) -> Event:
+        """The peer may be asked; or why not, where the request needs what it has not got."""
+        request = owner.machine.request
+        prefix = request.decode_prefix_len if request is not None else 0
+        if not prefix or _takes_prefix(peer):
+            return PeerReady(peer.rank_id)
+        return self._no_prefix(peer, prefix)
+
+    def _no_prefix(self, peer: Peer, prefix: int) -> PeerFailed:
+        ranks = self._links.peers.of_engine(peer.key[0])
+        others = [p.rank_id for p in ranks if _takes_prefix(p)] or "none"
+        cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: {others}"
+        return PeerFailed(peer.rank_id, cause)
 
     def tell_all(self, peer: Peer, event: Event) -> None:
         """Something happened to a peer: every request that concerns it hears of it."""

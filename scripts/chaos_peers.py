@@ -1,0 +1,333 @@
+"""Kill or stop a prefill process at random moments, many times, and look at what is left.
+
+    python scripts/chaos_peers.py --backend nixl --rounds 100 [--transports tcp] [--how kill,stop]
+
+This process decodes. It asks two prefill processes for caches all the time; one of them is killed
+(SIGKILL) or stopped (SIGSTOP, later continued). Checked in every round: each request has an outcome
+within the deadline; those of the healthy peer all succeed, with the right bytes; pages that were
+released are filled with a canary, and nothing writes to them for --watch seconds; those that can't
+be proven quiet stay exposed until the operator declares the peer gone. At the end: descriptors,
+threads and memory of this process, and the healthy peer's slowest request around each fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from pdkv.backends import get_backend
+from pdkv.control.zmq import ZmqControl
+from pdkv.endpoint import (
+    DecodeEndpoint,
+    Node,
+    Outcome,
+    PrefillEndpoint,
+    Released,
+    RequestFailed,
+    Succeeded,
+)
+from pdkv.layout import AuxField, EngineLayout, KVLayout
+from pdkv.limits import Limits
+from pdkv.pool.aux import AuxBuffers
+from pdkv.pool.kv import KVPool
+from pdkv.rendezvous import EngineRecord
+
+AUX = (AuxField("first_token", "int64"),)
+PAGE_SIZE, PAGES_PER_REQUEST = 16, 16
+NUM_PAGES, NUM_ROWS = 1024, 256
+NUM_TOKENS = PAGE_SIZE * PAGES_PER_REQUEST
+LIMITS = Limits(handshake_s=4.0, keepalive_s=0.5, peer_lost_s=4.0, resend_s=0.5)
+CANARY = -7.0
+SETTINGS = {"mooncake": {"timeout_s": 5}}
+
+
+def value_of(room: int) -> float:
+    """What every element of a request holds: exact in float32, and never the canary."""
+    return float(room % 60_000 + 1)
+
+
+class Side:
+    """A node with a pool of 64 KiB pages."""
+
+    def __init__(self, backend: str, transports: str) -> None:
+        kv = KVLayout.mha(num_layers=2, total_kv_heads=4, head_dim=128, dtype="float32", aux=AUX)
+        self.engine = EngineLayout.simple(kv, page_size=PAGE_SIZE, chunk_tokens=64)
+        self.pool, self.aux = KVPool(self.engine, 0, NUM_PAGES), AuxBuffers(AUX, num_rows=NUM_ROWS)
+        settings = {"transports": transports} if transports else SETTINGS.get(backend, {})
+        self.node = Node(
+            backend=get_backend(backend)(**settings),
+            control=ZmqControl("tcp://127.0.0.1:0"),
+            layout=self.engine,
+            pool=self.pool.layout(self.aux),
+            aux=self.aux,
+            incarnation=os.urandom(16),
+            limits=LIMITS,
+        )
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.pool.tensor("kv", name, layer) for layer in range(2) for name in ("k", "v")]
+
+    def fill(self, pages: np.ndarray, value: float) -> None:
+        for tensor in self.tensors():
+            tensor[torch.as_tensor(pages, dtype=torch.long)] = value
+
+    def holds(self, pages: np.ndarray, value: float) -> bool:
+        index = torch.as_tensor(pages, dtype=torch.long)
+        return all(bool((tensor[index] == value).all()) for tensor in self.tensors())
+
+
+def prefill(backend: str, transports: str) -> None:
+    """Serve rooms 0, 1, 2, ..., each computed as soon as it is opened; 8 ahead."""
+    side = Side(backend, transports)
+    incarnation, address = side.node.incarnation, side.node.address
+    record = EngineRecord(incarnation=incarnation, layout=side.engine, addresses=(address,))
+    print(record.to_bytes().decode(), flush=True)
+    endpoint, live, room = PrefillEndpoint(side.node), 0, 0
+    while os.getppid() != 1:
+        while live < 8:
+            pages = np.arange(PAGES_PER_REQUEST) + room % (NUM_PAGES // PAGES_PER_REQUEST) * 16
+            side.fill(pages, value_of(room))
+            handle = endpoint.open(room, NUM_TOKENS)
+            endpoint.send(handle, tokens=range(NUM_TOKENS), page_ids=pages)
+            endpoint.finish(handle, Outcome.CONTINUE, aux_index=room % NUM_ROWS)
+            live, room = live + 1, room + 1
+        live -= sum(isinstance(e, Released) for e in endpoint.poll(time.monotonic()))
+        time.sleep(0.0005)
+
+
+class Peer:
+    """A prefill process and the room that it serves next."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        command = [sys.executable, __file__, "--prefill", "--backend", arguments.backend]
+        command += ["--transports", arguments.transports]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        self.room = 0
+        self._record: EngineRecord | None = None
+
+    @property
+    def record(self) -> EngineRecord:
+        if self._record is None:
+            assert self.process.stdout is not None
+            self._record = EngineRecord.from_bytes(self.process.stdout.readline().strip().encode())
+        return self._record
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@dataclass
+class Request:
+    peer: Peer
+    room: int
+    pages: np.ndarray
+    row: int
+    asked_at: float
+    outcome: str = ""
+    over_at: float = 0.0
+
+
+@dataclass
+class Report:
+    succeeded: int = 0
+    failed: int = 0
+    slowest_healthy_s: list[float] = field(default_factory=list)
+    slowest_outcome_s: float = 0.0
+    watched_pages: int = 0
+
+
+class Decode:
+    """The decode side: requests, pages, canaries, and the checks on them."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.side = Side(arguments.backend, arguments.transports)
+        self.side.fill(np.arange(NUM_PAGES), CANARY)
+        self.endpoint = DecodeEndpoint(self.side.node)
+        self.free = list(range(NUM_PAGES // PAGES_PER_REQUEST))
+        self.watched: list[tuple[float, int]] = []
+        self.live: dict[object, Request] = {}
+        self.attempt = 0
+        self.report = Report()
+
+    def ask(self, peer: Peer) -> bool:
+        if not self.free:
+            return False
+        block = self.free.pop()
+        pages = np.arange(PAGES_PER_REQUEST) + block * PAGES_PER_REQUEST
+        key = self.endpoint.submit(
+            room=peer.room,
+            attempt=self.attempt,
+            prefill=peer.record,
+            num_tokens=NUM_TOKENS,
+            page_ids=pages,
+            aux_index=block,
+        )
+        self.live[key] = Request(peer, peer.room, pages, block, time.monotonic())
+        peer.room += 1
+        self.attempt += 1
+        return True
+
+    def turn(self) -> None:
+        now = time.monotonic()
+        for event in self.endpoint.poll(now):
+            request = self.live.get(event.key)
+            if isinstance(event, Succeeded | RequestFailed):
+                request.outcome = "ok" if isinstance(event, Succeeded) else event.cause
+                request.over_at = now
+            if isinstance(event, Succeeded):
+                value = value_of(request.room)
+                assert self.side.holds(request.pages, value), f"wrong bytes in room {request.room}"
+            if isinstance(event, Released):
+                self.side.fill(request.pages, CANARY)
+                self.watched.append((now, request.row))
+                del self.live[event.key]
+        while self.watched and now - self.watched[0][0] > self.arguments.watch:
+            _, block = self.watched.pop(0)
+            self.check(block)
+            self.free.append(block)
+        time.sleep(0.0005)
+
+    def check(self, block: int) -> None:
+        pages = np.arange(PAGES_PER_REQUEST) + block * PAGES_PER_REQUEST
+        assert self.side.holds(pages, CANARY), f"somebody wrote to released pages {pages}"
+        self.report.watched_pages += len(pages)
+
+    def of(self, peer: Peer, *, open_only: bool) -> list[Request]:
+        return [r for r in self.live.values() if r.peer is peer and not (open_only and r.outcome)]
+
+    def run(self, peers: list[Peer], until: float, done: list[Request]) -> None:
+        """Keep two requests to each peer going until that time."""
+        while time.monotonic() < until:
+            for peer in peers:
+                while len(self.of(peer, open_only=True)) < 2 and self.ask(peer):
+                    done.append(list(self.live.values())[-1])
+            self.turn()
+
+    def one_round(self, healthy: Peer, victim: Peer, how: str, rng: random.Random) -> None:
+        requests: list[Request] = []
+        self.run([healthy, victim], time.monotonic() + 0.3, requests)
+        self.run([healthy, victim], time.monotonic() + rng.uniform(0.0, 0.3), requests)
+        victim.process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        hit_at = time.monotonic()
+        deadline = LIMITS.peer_lost_s + 2.0
+        self.run([healthy], hit_at + 1.0, requests)
+        while self.of(victim, open_only=True):
+            waited = time.monotonic() - hit_at
+            assert waited < deadline, f"no outcome after {waited:.1f} s"
+            self.run([healthy], time.monotonic() + 0.05, requests)
+        self.report.slowest_outcome_s = max(
+            self.report.slowest_outcome_s, time.monotonic() - hit_at
+        )
+        if how == "stop":
+            victim.process.send_signal(signal.SIGCONT)
+        settle = time.monotonic() + 2.0
+        while time.monotonic() < settle and self.of(victim, open_only=False):
+            self.run([healthy], time.monotonic() + 0.05, requests)
+        if how == "kill":
+            self.endpoint.declare_gone(victim.record.incarnation)
+        self.finish(healthy, requests, hit_at, how, victim)
+
+    def finish(
+        self, healthy: Peer, requests: list[Request], hit_at: float, how: str, victim: Peer
+    ) -> None:
+        end = time.monotonic() + 30
+        while any(not r.outcome for r in requests) or self.of(victim, open_only=False):
+            assert time.monotonic() < end, list(self.live.values())
+            self.turn()
+        mine = [r for r in requests if r.peer is healthy]
+        bad = [r for r in mine if r.outcome != "ok"]
+        assert not bad, f"requests of the healthy peer failed: {bad}"
+        around = [r.over_at - r.asked_at for r in mine if r.over_at > hit_at]
+        before = [r.over_at - r.asked_at for r in mine if r.over_at <= hit_at]
+        self.report.slowest_healthy_s.append(max(around) - max(before, default=0.0))
+        self.report.succeeded += sum(r.outcome == "ok" for r in requests)
+        self.report.failed += sum(r.outcome != "ok" for r in requests)
+
+
+def resources() -> dict[str, int]:
+    """What must not grow."""
+    with open("/proc/self/statm") as statm:
+        pages = int(statm.read().split()[1])
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(os.listdir("/proc/self/task")),
+        "resident_mb": pages * 4096 >> 20,
+    }
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """All rounds; AssertionError for the first thing that is wrong."""
+    rng = random.Random(arguments.seed)
+    kinds = arguments.how.split(",")
+    decode, healthy = Decode(arguments), Peer(arguments)
+    spare = Peer(arguments)
+    first: dict[str, int] = {}
+    try:
+        for number in range(arguments.rounds):
+            how = kinds[number % len(kinds)]
+            victim, spare = spare, Peer(arguments)
+            decode.one_round(healthy, victim, how, rng)
+            victim.end()
+            if number == min(3, arguments.rounds - 1):
+                first = resources()
+            if arguments.verbose:
+                print(number, how, resources(), flush=True)
+        end = time.monotonic() + arguments.watch + 1
+        while time.monotonic() < end:
+            decode.turn()
+    finally:
+        for peer in (healthy, spare):
+            peer.end()
+    report, last = decode.report, resources()
+    decode.side.node.close()
+    late = sorted(report.slowest_healthy_s)
+    print(
+        json.dumps(
+            {
+                "rounds": arguments.rounds,
+                "succeeded": report.succeeded,
+                "failed": report.failed,
+                "slowest_outcome_s": round(report.slowest_outcome_s, 2),
+                "healthy_delay_ms_median": round(1e3 * late[len(late) // 2]),
+                "healthy_delay_ms_max": round(1e3 * late[-1]),
+                "watched_pages": report.watched_pages,
+                "resources": [first, last],
+            }
+        )
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--backend", default="nixl")
+    parser.add_argument("--transports", default="")
+    parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--how", default="kill,stop")
+    parser.add_argument("--watch", type=float, default=5.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--verbose", action="store_true")
+    parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    os.environ.setdefault("UCX_NET_DEVICES", "lo")
+    if arguments.prefill:
+        prefill(arguments.backend, arguments.transports)
+    else:
+        run(arguments)
+
+
+if __name__ == "__main__":
+    main()
