@@ -31,7 +31,7 @@ except ImportError as e:
 
 class TestMooncakeConforms(BackendConformance):
     remote = ("mooncake", {"timeout_s": 5})
-    num_transfers = 1000
+    num_transfers = 300
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return MooncakeBackend(limits=limits)

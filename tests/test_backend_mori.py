@@ -21,7 +21,7 @@ from pdkv.testing.conformance import BackendConformance
 
 
 class TestMoriOnItsDoubleConforms(BackendConformance):
-    num_transfers = 2000
+    num_transfers = 500
 
     def setup_method(self) -> None:
         self.double = MoriDouble()

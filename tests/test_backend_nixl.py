@@ -39,7 +39,7 @@ TRANSPORTS = pytest.mark.parametrize(
 
 class TestNixlConforms(BackendConformance):
     remote = ("nixl", {})
-    num_transfers = 2000
+    num_transfers = 1000
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return NixlBackend(name="conformance", limits=limits)
@@ -48,7 +48,7 @@ class TestNixlConforms(BackendConformance):
 @pytest.mark.check
 class TestNixlOverTcpConforms(BackendConformance):
     remote = ("nixl", {"transports": "tcp"})
-    num_transfers = 2000
+    num_transfers = 1000
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return NixlBackend(name="conformance", transports="tcp", limits=limits)

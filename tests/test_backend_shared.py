@@ -22,14 +22,15 @@ from pdkv.testing.conformance import BackendConformance
 
 class TestSharedLoopbackConforms(BackendConformance):
     remote = ("loopback-shm", {})
-    num_transfers = 2000
+    num_transfers = 500
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         return SharedLoopbackBackend(limits=limits, ring_nbytes=1 << 14)
 
 
+@pytest.mark.check
 class TestSlowSharedLoopbackConforms(BackendConformance):
-    num_transfers = 2000
+    num_transfers = 500
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         link = LinkModel(latency_s=0.0005, reorder_rate=0.3, reorder_s=0.001)

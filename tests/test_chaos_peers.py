@@ -19,7 +19,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.check]
 def run(*arguments: str) -> dict:
     path = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
-        [sys.executable, str(ROOT / "scripts" / "chaos_peers.py"), "--rounds", "2", *arguments],
+        [
+            sys.executable,
+            str(ROOT / "scripts" / "chaos_peers.py"),
+            "--rounds",
+            "2",
+            "--watch",
+            "2",
+            *arguments,
+        ],
         capture_output=True,
         text=True,
         check=False,
