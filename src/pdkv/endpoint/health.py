@@ -17,7 +17,7 @@ def health_of(requests: Requests, refusals: Iterable[Refusal], counters: Counter
     return Health(
         problems=tuple(requests.problems()),
         waiting=tuple(_waiting(owner) for owner in requests.owners()),
-        num_quarantined=len(requests.quarantined()),
+        num_quarantined=requests.num_quarantined,
         refusals=tuple(refusals),
         counters=dict(counters),
     )

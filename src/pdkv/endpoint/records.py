@@ -51,6 +51,11 @@ class Receiving:
     num_tokens: int = 0
     told: tuple[object, ...] = ()
 
+    @property
+    def ref(self) -> Identity:
+        """What the gate knows it by."""
+        return self.machine.identity
+
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
@@ -83,6 +88,11 @@ class Sending:
     machine: SenderMachine
     stats: TransferStats
     told: tuple[object, ...] = ()
+
+    @property
+    def ref(self) -> int:
+        """What the gate knows it by."""
+        return self.handle
 
     def is_free_for(self, identity: Identity) -> bool:
         """Whether this rank's handle could yet turn out to be that attempt's, and does not know."""

@@ -65,6 +65,8 @@ class Requests:
         self.changes: deque[Change] = deque()
         self.receivers: dict[Identity, Receiving] = {}
         self.senders: dict[int, Sending] = {}
+        # Kept as it changes: whether a request may be admitted is asked at each of them.
+        self._draining: dict[Identity | int, bytes] = {}
         # Journals of the last requests that failed, for a bug report.
         self.failed: deque[tuple[str, Journal]] = deque(maxlen=_MAX_FAILED_JOURNALS)
         self.inbox: deque[tuple[Receiving | Sending, Event]] = deque()
@@ -97,6 +99,10 @@ class Requests:
         change = owner.news(now)
         if change is not None:
             self.changes.append(change)
+            if machine.memory is Memory.DRAINING:
+                self._draining[owner.ref] = self.engine_of(owner)
+            else:
+                self._draining.pop(owner.ref, None)
 
     def _carry_out(self, owner: Receiving | Sending, action: Action, now: float) -> None:
         match action:
@@ -193,18 +199,19 @@ class Requests:
         problems = self.problems()
         return f"node is unhealthy: {'; '.join(problems)}" if problems else ""
 
-    def quarantined(self) -> list[Receiving | Sending]:
+    @property
+    def num_quarantined(self) -> int:
         """Requests that are over and whose memory some possible writer may still touch."""
-        return [owner for owner in self.owners() if owner.machine.memory is Memory.DRAINING]
+        return len(self._draining)
 
     def problems(self) -> list[str]:
         """Why nothing may be admitted; empty when healthy."""
         limits = self._limits
-        quarantined = self.quarantined()
+        num_quarantined = self.num_quarantined
         problems = []
-        if len(quarantined) > limits.max_quarantined_requests:
-            problems.append(f"{len(quarantined)} requests in quarantine")
-        per_peer = Counter(self.engine_of(owner) for owner in quarantined)
+        if num_quarantined > limits.max_quarantined_requests:
+            problems.append(f"{num_quarantined} requests in quarantine")
+        per_peer = Counter(self._draining.values())
         for engine, count in per_peer.items():
             if count > limits.max_quarantined_requests_per_peer:
                 problems.append(f"{count} requests in quarantine for {engine.hex()[:8]}")
@@ -278,6 +285,7 @@ class Requests:
         owner = self.senders.get(ref) if isinstance(ref, int) else self.receivers.get(ref)
         if owner is not None and owner.machine.poll is KVPoll.Failed:
             self.failed.append((_name(owner), owner.machine.journal))
+        self._draining.pop(ref, None)
         if isinstance(ref, int):
             sending = self.senders.pop(ref, None)
             if sending is None:
