@@ -218,6 +218,30 @@ def test_an_eviction_between_vote_and_verdict_wins_on_every_rank(world: World) -
     assert len(decode.events(Released)) == len(prefill.events(Released)) == 1
 
 
+@pytest.mark.parametrize("late", [True, False])
+def test_what_is_evicted_before_anybody_asked_is_answered_recompute(
+    world: World, late: bool
+) -> None:
+    prefill, decode = pair(world, 2, 1)
+    handles = serve(prefill, 5, 16, PAGES)
+    world.run()
+    assert evict(prefill, handles) == [True, True]
+    world.run()
+    assert len(prefill.events(Released)) == 1
+    if late:
+        announce(decode, prefill, 5, 1, 16)
+    else:
+        ask(decode, prefill, 5, 1, 16, PAGES)
+    world.run()
+    (event,) = decode.events(RequestFailed)
+    assert isinstance(event, Recompute)
+    assert len(decode.events(Released)) == 1
+    ask(decode, prefill, 5, 2, 16, OTHER)
+    serve(prefill, 5, 16, PAGES)
+    world.run()
+    assert [event.key.attempt for event in decode.events(Succeeded)] == [2]
+
+
 def test_a_machine_that_was_told_of_the_agreement_ignores_an_eviction() -> None:
     wire = Wire(late=True)
     wire.bootstrap(has_pages=False)
