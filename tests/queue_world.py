@@ -14,7 +14,9 @@ import torch
 from pdkv.endpoint.scheduling import DecodeDriver, PrefillDriver
 from pdkv.errors import ConfigError
 from pdkv.heads import owned_heads
+from pdkv.layout import Component
 from pdkv.pool.host import HostPool
+from pdkv.pool.kv import KVPool
 from pdkv.pool.pages import PageAllocator
 from pdkv.pool.prefix import RadixPrefixCache
 from pdkv.pool.req_to_token import DecodeReqToTokenPool
@@ -22,6 +24,7 @@ from pdkv.queues import (
     DecodeContext,
     DecodeRequest,
     DecodeStages,
+    Holding,
     PrefillRequest,
     PrefillStages,
     QueueSettings,
@@ -30,6 +33,8 @@ from pdkv.queues import (
     RequestMemory,
     RequestReady,
     RequestRefused,
+    RequestResumed,
+    own_ids_per_request,
 )
 from pdkv.rendezvous import Known
 from support import AUX, Engine, World, small_layout
@@ -65,6 +70,51 @@ class Side:
         self.kv = engine.layout.kv.components[0]
         self.num_pages = num_pages
         self.with_prefix = with_prefix
+        kv = engine.layout.kv
+        self.own = [(i, kv.components[i]) for i in kv.own_page_components]
+
+    def own_pools(self) -> list[PageAllocator]:
+        """Pools of the components with ids of their own: room for three requests."""
+        taken = own_ids_per_request(self.engine.layout)
+        return [PageAllocator(3 * num, self.page_size) for num in taken]
+
+    def own_places(
+        self, component: Component, num_tokens: int, ids: np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Positions that a component keeps of a prompt, and the pages and offsets of each."""
+        if component.kind == "row":
+            rows = torch.arange(component.num_rows)
+            return torch.full_like(rows, num_tokens - 1), torch.full_like(rows, int(ids[0])), rows
+        positions = torch.arange(max(0, num_tokens - component.window), num_tokens)
+        local = positions // self.page_size - int(positions[0]) // self.page_size
+        return positions, torch.from_numpy(ids.astype(np.int64))[local], positions % self.page_size
+
+    def own_rows(
+        self, rank: int, tokens: np.ndarray, holding: Holding
+    ) -> Iterator[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor], torch.Tensor]]:
+        """Of each tensor of such a component: itself, the places, and what belongs there."""
+        values = torch.from_numpy(histories(tokens))
+        for (_, component), ids in zip(self.own, holding.own_ids, strict=True):
+            positions, pages, offsets = self.own_places(component, len(tokens), ids)
+            for field in component.fields:
+                for layer in component.layer_ids:
+                    view = self.engine.pools[rank].tensor(component.name, field.name, layer)
+                    expected = values[positions] * 16 + layer
+                    yield (
+                        view,
+                        (pages, offsets),
+                        expected[:, None, None].expand(-1, *view.shape[2:]),
+                    )
+
+    def fill_own(self, rank: int, tokens: np.ndarray, holding: Holding) -> None:
+        """State and windows as they are behind the last token."""
+        for view, places, expected in self.own_rows(rank, tokens, holding):
+            view[places] = expected
+
+    def check_own(self, rank: int, tokens: np.ndarray, holding: Holding) -> None:
+        """State and windows are what prefill left behind."""
+        for view, places, expected in self.own_rows(rank, tokens, holding):
+            assert torch.equal(view[places], expected), "wrong state"
 
     def fill(self, rank: int, tokens: np.ndarray, where: range, page_ids: np.ndarray) -> None:
         """A forward pass over positions `where` at one rank."""
@@ -112,6 +162,8 @@ class PrefillSide(Side):
             memory = RequestMemory(
                 pages=PageAllocator(num_pages, self.page_size),
                 aux=engine.aux[rank],
+                own=self.own_pools(),
+                own_per_request=own_ids_per_request(engine.layout),
                 prefix=RadixPrefixCache(self.page_size) if with_prefix else None,
                 sends_prefix=True,
             )
@@ -120,6 +172,7 @@ class PrefillSide(Side):
                 memory,
                 endpoint,
                 lambda t, n, c, r=rank, p=pairing: p.src_page_range(r, t, n, component=c),
+                own_components=[(i, c.kind == "row") for i, c in self.own],
             )
             self.drivers.append(PrefillDriver(endpoint, stages))
         self.computing: list[list[PrefillRequest]] = []
@@ -158,6 +211,8 @@ class PrefillSide(Side):
             stages = self.drivers[rank].stages
             self.check(rank, request.prompt[: where.start], request.page_ids)
             self.fill(rank, request.prompt, where, request.page_ids)
+            assert request.holding is not None
+            self.fill_own(rank, request.prompt, request.holding)
             stages.inflight.send(request, where.stop)
             if where.stop == num_tokens:
                 token = next_token(request.prompt)
@@ -192,8 +247,10 @@ class DecodeSide(Side):
                 pages=PageAllocator(num_pages, self.page_size),
                 slots=DecodeReqToTokenPool(size, 256, "cpu", pre_alloc_size),
                 aux=engine.aux[rank],
+                own=self.own_pools(),
+                own_per_request=own_ids_per_request(engine.layout),
                 prefix=RadixPrefixCache(self.page_size) if with_prefix else None,
-                host=[HostPool(pool.page_tensors(), host_pages)] if host_pages else [],
+                host=self.host_pools(pool, host_pages) if host_pages else [],
                 reserved_decode_tokens=reserved_decode_tokens,
             )
             context = DecodeContext(
@@ -205,6 +262,16 @@ class DecodeSide(Side):
         self.ended: dict[int, str] = {}
         self.events: list[tuple[str, int]] = []
         self.to_recompute: list[RecomputeNeeded] = []
+
+    def host_pools(self, pool: KVPool, num_pages: int) -> list[HostPool]:
+        names = ["", *(component.name for _, component in self.own)]
+        return [HostPool(pool.page_tensors(name), num_pages) for name in names]
+
+    def check_resumed(self, rank: int, request: DecodeRequest) -> None:
+        """The state is what it was: this model's decode steps leave it as prefill made it."""
+        assert request.holding is not None
+        if request.num_retractions == 1:
+            self.check_own(rank, request.prompt, request.holding)
 
     @property
     def stages(self) -> DecodeStages:
@@ -260,6 +327,9 @@ class DecodeSide(Side):
             if request.holding is not None:
                 pages = request.holding.all_pages
                 self.check(rank, request.tokens[: event.num_computed], pages)
+                self.check_own(rank, request.tokens[: event.num_computed], request.holding)
+        elif isinstance(event, RequestResumed):
+            self.check_resumed(rank, event.request)
         elif isinstance(event, RecomputeNeeded):
             assert rank == 0
             self.to_recompute.append(event)

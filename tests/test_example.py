@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from pdkv.backends import get_backend
 from pdkv.errors import ConfigError
 from pdkv.pool.kv import KVPool
+from tiny_model import tiny_model
 
 pytest.importorskip("tokenizers")
 try:
@@ -22,17 +22,6 @@ except ConfigError as error:  # pragma: no cover - a machine without NIXL
     pytest.skip(f"NIXL is not here: {error}", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
-SIZES = {
-    "num_layers": 2,
-    "hidden": 72,
-    "ffn": 100,
-    "num_heads": 9,
-    "num_kv_heads": 3,
-    "head_dim": 8,
-    "vocab": 101,
-    "rope_base": 1e4,
-    "norm_eps": 1e-5,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -47,25 +36,7 @@ def _example(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def model_folder(tmp_path: Path) -> Path:
-    generator = torch.Generator().manual_seed(1)
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator) / shape[-1] ** 0.5
-
-    hidden, ffn, kv = SIZES["hidden"], SIZES["ffn"], SIZES["num_kv_heads"] * SIZES["head_dim"]
-    weights = {
-        "token_embd.weight": 4 * random(SIZES["vocab"], hidden),
-        "output_norm.weight": torch.ones(hidden),
-    }
-    shapes = {"q": (hidden, hidden), "k": (kv, hidden), "v": (kv, hidden)}
-    for layer in range(SIZES["num_layers"]):
-        block = {f"attn_{name}": random(*shape) for name, shape in shapes.items()}
-        block |= {"attn_output": random(hidden, hidden), "ffn_down": random(hidden, ffn)}
-        block |= {"ffn_gate": random(ffn, hidden), "ffn_up": random(ffn, hidden)}
-        block |= {"attn_norm": torch.ones(hidden), "ffn_norm": torch.ones(hidden)}
-        weights |= {f"blk.{layer}.{name}.weight": tensor for name, tensor in block.items()}
-    torch.save({"config": SIZES, "weights": weights}, tmp_path / "weights.pt")
-    return tmp_path
+    return tiny_model(tmp_path)
 
 
 def undivided(folder: Path, num_tokens: int, num_turns: int = 2, seed: int = 3) -> list:

@@ -1,14 +1,18 @@
-"""The code in docs/pools.md runs, from top to bottom."""
+"""The code in the pages about memory runs, from top to bottom of each."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-PAGE = Path(__file__).parent.parent / "docs" / "pools.md"
+import pytest
+
+DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_code_of_the_page_runs() -> None:
-    blocks = [part.split("```")[0] for part in PAGE.read_text().split("```python\n")[1:]]
+@pytest.mark.parametrize("page", ["pools.md", "memory.md"])
+def test_code_of_the_page_runs(page: str) -> None:
+    text = (DOCS / page).read_text()
+    blocks = [part.split("```")[0] for part in text.split("```python\n")[1:]]
     assert blocks
     names: dict[str, object] = {}
     for block in blocks:

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from pdkv.errors import ConfigError, RemoteProtocolError
+from pdkv.layout import Component, EngineLayout, Field, KVLayout
 from pdkv.queues import DecodeRequest, PrefillRequest, QueueSettings, fold
-from queue_world import DecodeSide, PrefillSide, Router, World, small_layout
+from queue_world import AUX, DecodeSide, PrefillSide, Router, World, small_layout
 
 
 @pytest.fixture
@@ -164,6 +165,49 @@ def test_an_abort_at_any_step_gives_everything_back(
     is_idle(router)
 
 
+def hybrid(tp_size: int) -> EngineLayout:
+    """Full attention, a window of 6 positions, and a recurrent state; pages of 4 tokens."""
+    kv = KVLayout(
+        components=(
+            Component(name="kv", layer_ids=(0,), fields=(Field("k", 6, 4, "float32"),)),
+            Component(
+                name="window",
+                layer_ids=(1,),
+                fields=(Field("k", 6, 4, "float32"),),
+                window=6,
+                own_page_ids=True,
+            ),
+            Component(
+                name="state",
+                layer_ids=(2, 3),
+                fields=(Field("conv", 6, 5, "float32"),),
+                kind="row",
+                num_rows=2,
+                own_page_ids=True,
+            ),
+        ),
+        aux=AUX,
+    )
+    return EngineLayout.simple(kv, page_size=4, tp_size=tp_size, chunk_tokens=8)
+
+
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 1), (2, 3)])
+@pytest.mark.parametrize("policy", ["host", "recompute"])
+def test_state_and_windows_travel_with_a_request_through_all_stages(
+    world: World, policy: str, src_tp: int, dst_tp: int
+) -> None:
+    prefill, decode = world.engine("p", hybrid(src_tp)), world.engine("d", hybrid(dst_tp))
+    settings = QueueSettings(retraction=policy)  # type: ignore[arg-type]
+    side = DecodeSide(decode, prefill, 7, settings=settings, host_pages=24, with_prefix=False)
+    router = Router(world, PrefillSide(prefill, with_prefix=False), side)
+    ids = [router.send(range(n, n + 9), 13) for n in (0, 20, 40, 60)]
+    router.run()
+    assert ("RequestRetracted", ids[2]) in router.decode.events
+    for request_id in ids:
+        router.check_answer(request_id)
+    is_idle(router)
+
+
 def test_late_allocation_takes_no_page_before_prefill_has_computed(world: World) -> None:
     settings = QueueSettings(allocation="late")
     router = pair(world, 2, 3, settings=settings)
@@ -259,14 +303,16 @@ def test_a_request_that_only_quarantine_could_help_ends_with_a_reason(world: Wor
 
 def test_an_unhealthy_rank_holds_back_the_whole_group(world: World) -> None:
     router = pair(world, 1, 2)
-    gate = router.decode.drivers[1].stages.context.gate
-    gate.is_healthy = False
+    node = router.decode.engine.nodes[1]
+    node.core.requests.problems = lambda: ["too much in quarantine"]  # type: ignore[method-assign]
+    world.now += 1.0
     router.step()
     request_id = router.send(range(5), 2)
     for _ in range(10):
         router.step()
     assert {r.stage.value for r in router.decode.requests[request_id]} == {"queued"}
-    gate.is_healthy = True
+    del node.core.requests.problems
+    world.now += 1.0
     router.run()
     router.check_answer(request_id)
 

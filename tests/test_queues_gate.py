@@ -58,13 +58,3 @@ def test_what_was_said_before_a_request_began_anew_decides_nothing() -> None:
     for gate in gates:
         gate.say(Topic.ALLOCATED, 1, "prefix 0")
     assert together(*gates) == [Decision(Fact(Topic.ALLOCATED, 1, life=1), "prefix 0")]
-
-
-def test_a_group_admits_while_all_ranks_are_healthy() -> None:
-    first, second = GroupGate(), GroupGate()
-    second.is_healthy = False
-    together(first, second)
-    assert not first.may_admit
-    second.is_healthy = True
-    together(first, second)
-    assert first.may_admit

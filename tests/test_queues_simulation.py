@@ -53,6 +53,7 @@ def simulate(
     src_tp: int,
     dst_tp: int,
     settings: QueueSettings | None = None,
+    host_pages: int = 0,
 ) -> Counter[str]:
     """One life of two engines; what happened, by name."""
     rng = random.Random(seed)
@@ -65,7 +66,7 @@ def simulate(
         num_pages=rng.choice([6, 8]),
         settings=settings or drawn(rng),
         with_prefix=rng.random() < 0.7,
-        host_pages=4 if settings else rng.choice([4, 16]),
+        host_pages=host_pages or rng.choice([4, 16]),
         size=3,
         pre_alloc_size=3,
         reserved_decode_tokens=rng.choice([0, 4]),
@@ -121,7 +122,7 @@ def test_thirty_requests_over_pools_that_hold_three(seed: int) -> None:
 def test_a_thousand_requests_over_pools_that_hold_three() -> None:
     """Aborts, evictions, late allocation, retraction to a host that is often full, recompute."""
     settings = QueueSettings(allocation="late", max_bypassed=MAX_BYPASSED)
-    names = simulate(1, 1000, 1, 2, settings)
+    names = simulate(1, 1000, 1, 2, settings, host_pages=4)
     wanted = ("answered", "evicted", "RequestRetracted", "RequestResumed", LEGITIMATE[0])
     assert min(names[name] for name in wanted) >= 10, names
     assert names["RequestReady"] > names["answered"] + 10, f"hardly any recompute: {names}"
@@ -130,5 +131,5 @@ def test_a_thousand_requests_over_pools_that_hold_three() -> None:
 @pytest.mark.check
 def test_victims_of_a_full_host_may_be_aborted() -> None:
     settings = QueueSettings(when_host_full="abort", max_bypassed=MAX_BYPASSED)
-    names = simulate(2, 200, 2, 1, settings)
+    names = simulate(2, 200, 2, 1, settings, host_pages=1)
     assert names[LEGITIMATE[1]] >= 5, names

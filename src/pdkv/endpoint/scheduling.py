@@ -16,6 +16,7 @@ from pdkv.endpoint.events import (
     Bootstrapped,
     Computed,
     EndpointEvent,
+    HealthChanged,
     Recompute,
     Released,
     RequestFailed,
@@ -72,8 +73,10 @@ class DecodeDriver:
 
     def _dispatch(self, event: EndpointEvent) -> None:
         stages, identity = self.stages, event.key
-        if not isinstance(identity, Identity):
-            return  # the group's health: what is submitted meanwhile fails by itself
+        if isinstance(event, HealthChanged):
+            stages.on_health(event.problem)
+            return
+        assert isinstance(identity, Identity)
         if isinstance(event, Succeeded):
             stages.on_succeeded(identity, event.outcome, event.num_tokens, event.stats)
         elif isinstance(event, Computed):
@@ -115,7 +118,9 @@ class PrefillDriver:
         return self.stages.advance()
 
     def _dispatch(self, event: EndpointEvent) -> None:
-        if isinstance(event, Bootstrapped):
+        if isinstance(event, HealthChanged):
+            self.stages.on_health(event.problem)
+        elif isinstance(event, Bootstrapped):
             self.stages.on_bootstrapped(event.handle)
         elif isinstance(event, Succeeded):
             self.stages.on_succeeded(event.handle, event.stats)

@@ -4,7 +4,7 @@ from pdkv.queues.admission import AdmissionPlan, Resources, Waiting, plan_admiss
 from pdkv.queues.context import DecodeContext
 from pdkv.queues.decode import DecodeStages
 from pdkv.queues.gate import Decision, Fact, GroupGate, Topic, fold
-from pdkv.queues.memory import Holding, RequestMemory
+from pdkv.queues.memory import Holding, RequestMemory, own_ids_per_request
 from pdkv.queues.ports import (
     AuxRows,
     DecodeTransport,
@@ -80,5 +80,6 @@ __all__ = [
     "Topic",
     "Waiting",
     "fold",
+    "own_ids_per_request",
     "plan_admission",
 ]

@@ -38,6 +38,7 @@ class DecodeContext:
         self.gate = GroupGate()
         self.events: list[QueueEvent] = []
         self.num_attempts = 0
+        self.problem = ""  # of the group: while there is one, nobody is admitted
 
     def emit(self, event: QueueEvent) -> None:
         """Tell the engine at the end of the step."""

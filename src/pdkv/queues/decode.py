@@ -99,6 +99,10 @@ class DecodeStages:
         else:
             self.context.end(request, cause)
 
+    def on_health(self, problem: str) -> None:
+        """The endpoint's HealthChanged: while the group has a problem nobody is admitted."""
+        self.context.problem = problem
+
     def on_released(self, identity: Identity) -> None:
         """The endpoint's Released."""
         self.transfer.on_released(identity)

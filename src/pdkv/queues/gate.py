@@ -2,7 +2,7 @@
 
 Ranks run the same queues over the same events, so most decisions agree by themselves. What does
 not pass the endpoint's gate passes here: a resolved DP rank, an allocation with its prefix, a host
-copy that is complete, a wait that lasted too long, health. A rank says a fact once; it becomes a
+copy that is complete, a wait that lasted too long. A rank says a fact once; it becomes a
 decision when every rank has said the same. Ranks that differ, and a fact that is bad news on one
 rank, decide for failure.
 
@@ -46,11 +46,6 @@ class _Vote(msgspec.Struct, frozen=True, array_like=True):
     cause: str = ""
 
 
-class _Votes(msgspec.Struct, frozen=True, array_like=True):
-    is_healthy: bool
-    votes: tuple[_Vote, ...]
-
-
 class Decision(msgspec.Struct, frozen=True):
     """What every rank applies, in the same order: `cause` is empty when all agree."""
 
@@ -60,15 +55,13 @@ class Decision(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(_Votes)
+_decoder = msgspec.msgpack.Decoder(list[_Vote])
 
 
 class GroupGate:
-    """One rank's side of the gate. Set `is_healthy`; `may_admit` says whether all ranks are."""
+    """One rank's side of the gate."""
 
     def __init__(self) -> None:
-        self.is_healthy = True
-        self.may_admit = True
         self._said: dict[Fact, _Vote] = {}
         self._lives: dict[int, int] = {}
         self._counts: dict[tuple[int, int], int] = {}
@@ -93,11 +86,11 @@ class GroupGate:
 
     def votes(self) -> bytes:
         """What this rank says; gather it from all ranks, every step."""
-        return _encoder.encode(_Votes(self.is_healthy, tuple(self._said.values())))
+        return _encoder.encode(list(self._said.values()))
 
     def apply(self, gathered: Sequence[bytes]) -> list[Decision]:
         """Fold the votes of all ranks, in rank order, into what is decided now."""
-        decisions, self.may_admit = fold(gathered)
+        decisions = fold(gathered)
         current = [d for d in decisions if d.fact.life == self._lives.get(d.fact.request_id, 0)]
         for decision in current:
             fact = decision.fact
@@ -112,8 +105,8 @@ class GroupGate:
             self._counts.pop((int(topic), request_id), None)
 
 
-def fold(gathered: Sequence[bytes]) -> tuple[list[Decision], bool]:
-    """The decisions that the votes of all ranks make, by fact, and whether all are healthy.
+def fold(gathered: Sequence[bytes]) -> list[Decision]:
+    """The decisions that the votes of all ranks make, by fact.
 
     RemoteProtocolError for bytes that are no votes.
     """
@@ -123,10 +116,10 @@ def fold(gathered: Sequence[bytes]) -> tuple[list[Decision], bool]:
         raise RemoteProtocolError(f"malformed votes of the queues: {error}") from None
     by_fact: dict[Fact, list[_Vote]] = {}
     for rank in ranks:
-        for vote in rank.votes:
+        for vote in rank:
             by_fact.setdefault(vote.fact, []).append(vote)
     decisions = [_decide(fact, by_fact[fact], len(ranks)) for fact in sorted(by_fact)]
-    return [d for d in decisions if d is not None], all(rank.is_healthy for rank in ranks)
+    return [decision for decision in decisions if decision is not None]
 
 
 def _decide(fact: Fact, votes: list[_Vote], num_ranks: int) -> Decision | None:

@@ -17,14 +17,28 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError
 from pdkv.interfaces import PrefixCache, PrefixMatch
+from pdkv.layout import EngineLayout
 from pdkv.queues.admission import Resources
 from pdkv.queues.ports import AuxRows, HostCopies, PagePool, SlotPool
 
-__all__ = ["Holding", "RequestMemory"]
+__all__ = ["Holding", "RequestMemory", "own_ids_per_request"]
 
 _Ids = npt.NDArray[np.int32]
 _T = TypeVar("_T")
 _NO_MATCH = PrefixMatch(0, np.empty(0, np.int32), None)
+
+
+def own_ids_per_request(layout: EngineLayout) -> tuple[int, ...]:
+    """What one request takes of each component that has ids of its own, in the layout's order.
+
+    One row of a row component; of a window the pages that it can touch at most.
+    """
+    taken = []
+    for index in layout.kv.own_page_components:
+        component = layout.kv.components[index]
+        page_size = layout.placement(component.name).page_size
+        taken.append(1 if component.kind == "row" else -(-component.window // page_size) + 1)
+    return tuple(taken)
 
 
 class Holding:

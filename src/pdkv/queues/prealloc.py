@@ -150,7 +150,7 @@ class DecodePreallocQueue:
             if request.stage is DecodeStage.QUEUED
             and (request.num_retractions or not only_retracted)
         ]
-        if not candidates or not context.gate.may_admit:
+        if not candidates or context.problem:
             return
         candidates.sort(key=lambda r: (not r.num_retractions, self._order(r)))
         plan = plan_admission(

@@ -181,8 +181,8 @@ class PrefillInflightQueue:
     """Requests that have memory: computed, sent, and kept until Released.
 
     `page_range`: which pages of this rank cover which positions (`Pairing.src_page_range` of the
-    engine with itself); `own_components`: components with ids of their own, in order, and whether
-    each is a row.
+    engine with itself); `own_components`: the indices of components with ids of their own, in
+    order, and whether each is a row.
     """
 
     def __init__(

@@ -36,6 +36,7 @@ class PrefillStages:
         settings: QueueSettings | None = None,
     ) -> None:
         self.memory = memory
+        self._problem = ""
         self.bootstrap = PrefillBootstrapQueue(memory, transport, settings or QueueSettings())
         self.inflight = PrefillInflightQueue(memory, transport, page_range, own_components)
 
@@ -61,13 +62,17 @@ class PrefillStages:
             request.stage = PrefillStage.ENDED
             self.bootstrap.events.append(RequestEnded(request=request, cause=cause))
 
+    def on_health(self, problem: str) -> None:
+        """The endpoint's HealthChanged: while the group has a problem nobody is admitted."""
+        self._problem = problem
+
     def on_released(self, handle_id: int) -> None:
         """The endpoint's Released."""
         self.inflight.on_released(handle_id)
 
     def admit(self, max_admitted: int = 1 << 30) -> list[PrefillRequest]:
         """The requests that have memory now: the engine computes them next."""
-        admitted = self.bootstrap.admit(max_admitted)
+        admitted = [] if self._problem else self.bootstrap.admit(max_admitted)
         for request in admitted:
             self.inflight.add(request)
         return admitted

@@ -1,0 +1,310 @@
+"""What decode's prefix cache is worth in a conversation: `python benchmarks/bench_multi_turn.py`.
+
+Five rounds with the example's engine (SmolLM2-135M, TP1 -> TP1, the queues of both sides) over the
+loopback backend, whose link has a given speed; with and without the prefix cache of decode.
+Prefill has one in both cases. Time to first token counts from the arrival of the request at both
+engines until decode may run it. `--clock virtual` (the default) takes `--token-ms` for each token
+that prefill computes, so that the figures are those of the protocol and not of a busy machine;
+`--clock real` takes the time that the model takes.
+
+The model that the figures are compared with: prefill computes CHUNK tokens at a time, a transfer
+chunk may go when its last token is computed, and the link sends one after the other:
+
+    free = 0;  for each chunk: free = max(free, computed) + nbytes / speed;  first token at `free`
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples" / "llama"))
+
+from model import AUX_FIELDS, CHUNK_TOKENS, NUM_PAGES, PAGE_SIZE, Llama, engine_layout
+from weights import load, prepare
+
+from pdkv.backends.loopback import LoopbackBackend, LoopbackFabric
+from pdkv.backends.loopback_link import LinkModel
+from pdkv.control.memory import MemoryControl, MemoryNetwork
+from pdkv.endpoint import DecodeEndpoint, Node, PrefillEndpoint
+from pdkv.endpoint.scheduling import DecodeDriver, PrefillDriver
+from pdkv.pool import (
+    AuxBuffers,
+    DecodeReqToTokenPool,
+    KVPool,
+    PageAllocator,
+    RadixPrefixCache,
+)
+from pdkv.queues import (
+    DecodeContext,
+    DecodeRequest,
+    DecodeStage,
+    DecodeStages,
+    PrefillRequest,
+    PrefillStage,
+    PrefillStages,
+    RequestMemory,
+    RequestReady,
+)
+from pdkv.rendezvous import EngineRecord, Known
+
+NUM_ROUNDS, FIRST_TOKENS, MORE_TOKENS, ANSWER_TOKENS = 5, 320, 40, 8
+TICK_S = 1e-4
+
+
+class Round(NamedTuple):
+    """One turn: seconds to the first token, what the model says, and what crossed."""
+
+    num_tokens: int
+    held_by_prefill: int
+    held_by_decode: int
+    first_token_s: float
+    model_s: float
+    nbytes: int
+    answer: tuple[int, ...]
+
+
+class Clock:
+    """Seconds. A virtual one moves when somebody says that time has passed."""
+
+    def __init__(self, token_s: float | None, tick_s: float) -> None:
+        self.token_s, self.tick_s = token_s, tick_s
+        self._now = 100.0
+
+    def __call__(self) -> float:
+        return time.monotonic() if self.token_s is None else self._now
+
+    def computed(self, num_tokens: int) -> None:
+        self._now += num_tokens * (self.token_s or 0.0)
+
+    def tick(self) -> None:
+        self._now += self.tick_s
+
+
+class Conversation:
+    """Both engines in this process, and the link between them."""
+
+    def __init__(
+        self, folder: Path, clock: Clock, *, nbytes_per_s: float, with_prefix: bool
+    ) -> None:
+        self.clock, self.nbytes_per_s = clock, nbytes_per_s
+        fabric, network = LoopbackFabric(), MemoryNetwork()
+        config, weights = load(folder)
+        self.layout = engine_layout(config, 1)
+        self.aux, self.models, nodes = [], [], []
+        for name in ("prefill", "decode"):
+            aux, kv = AuxBuffers(AUX_FIELDS, 4), KVPool(self.layout, 0, NUM_PAGES)
+            self.aux.append(aux)
+            self.models.append(Llama(config, weights, kv))
+            nodes.append(
+                Node(
+                    backend=LoopbackBackend(
+                        fabric=fabric, link=LinkModel(nbytes_per_s=nbytes_per_s)
+                    ),
+                    control=MemoryControl(network, name),
+                    layout=self.layout,
+                    pool=kv.layout(aux),
+                    aux=aux,
+                    incarnation=name.encode().ljust(16),
+                    threaded=False,
+                    clock=clock,
+                )
+            )
+        self.nodes = nodes
+        source, target = PrefillEndpoint(nodes[0]), DecodeEndpoint(nodes[1])
+        record = EngineRecord(
+            incarnation=nodes[0].incarnation, layout=self.layout, addresses=(nodes[0].address,)
+        )
+        pairing = nodes[0].own_pairing
+        self.prefill = PrefillStages(
+            _memory(self.aux[0], sends_prefix=True),
+            source,
+            lambda tokens, n, component: pairing.src_page_range(0, tokens, n, component=component),
+        )
+        memory = _memory(self.aux[1], is_decode=True, with_prefix=with_prefix)
+        context = DecodeContext(memory=memory, transport=target)
+        self.decode = DecodeStages(context, lambda request: Known(record))
+        self.drivers = (PrefillDriver(source, self.prefill), DecodeDriver(target, self.decode))
+
+    def turn(self, room: int, prompt: list[int]) -> Round:
+        """One request from both arrivals to the last token of its answer."""
+        began = self.clock()
+        asked = DecodeRequest(room=room, prompt=prompt, max_new_tokens=ANSWER_TOKENS)
+        given = PrefillRequest(room=room, prompt=prompt)
+        self.decode.add(asked)
+        self.prefill.bootstrap.add(given)
+        held = [0, 0]
+        ready_at, token_s = 0.0, self.clock.token_s or 0.0
+        while asked.stage is not DecodeStage.ENDED or self.prefill.inflight.num_unreleased:
+            self.clock.tick()
+            for event in self.drivers[1].step(self.clock()):
+                if isinstance(event, RequestReady):
+                    ready_at = self.clock()
+                    held[1] = asked.holding.match.num_tokens
+                    asked.outputs.append(int(asked.aux["first_token"]))
+            self._generate()
+            self.drivers[0].step(self.clock())
+            self.prefill.admit()
+            # What prefill held goes out before the next chunk is computed, as with a node's thread:
+            # one step posts it, the next one finds it on the link.
+            for _ in range(2):
+                self.nodes[0].step(self.clock())
+            if given.stage is PrefillStage.COMPUTING:
+                held[0] = given.num_cached
+                before = self.clock()
+                num = self._compute(given)
+                if self.clock.token_s is None:
+                    token_s = (self.clock() - before) / num
+        return Round(
+            num_tokens=len(prompt),
+            held_by_prefill=held[0],
+            held_by_decode=held[1],
+            first_token_s=ready_at - began,
+            model_s=self.predict(len(prompt), *held, token_s),
+            nbytes=given.stats.nbytes,
+            answer=tuple(asked.outputs),
+        )
+
+    def predict(self, num_tokens: int, computed: int, held: int, token_s: float) -> float:
+        """Seconds to the first token by the model in this file's docstring."""
+        free = 0.0
+        for start in range(0, num_tokens, CHUNK_TOKENS):
+            stop = min(start + CHUNK_TOKENS, num_tokens)
+            num_steps = max(0, -(-(stop - computed) // CHUNK_TOKENS))
+            at = min(num_steps * CHUNK_TOKENS, num_tokens - computed) * token_s
+            num_sent = max(0, stop - max(start, held))
+            if num_sent:
+                seconds = (
+                    num_sent * self.token_nbytes / self.nbytes_per_s if self.nbytes_per_s else 0
+                )
+                free = max(free, at) + seconds
+        return max(free, (num_tokens - computed) * token_s)
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of K and V of one token, all layers."""
+        kv = self.layout.kv.components[0]
+        return kv.element_nbytes * len(kv.layer_ids)
+
+    def close(self) -> None:
+        """Give everything back."""
+        for node in self.nodes:
+            node.close()
+
+    def _compute(self, request: PrefillRequest) -> int:
+        start, stop = request.num_sent, min(request.num_sent + CHUNK_TOKENS, len(request.prompt))
+        tokens = request.prompt[start:stop].tolist()
+        hidden = self.models[0].forward(tokens, start, request.page_ids)
+        self.clock.computed(stop - start)
+        self.prefill.inflight.send(request, stop)
+        if stop == len(request.prompt):
+            token = self.models[0].best_token(hidden)[0]
+            self.aux[0].write(request.aux_index, first_token=token)
+            self.prefill.inflight.finish(request)
+        return stop - start
+
+    def _generate(self) -> None:
+        self.decode.take_batch()
+        for request in self.decode.prepare(self.clock()):
+            if len(request.outputs) == ANSWER_TOKENS:
+                self.decode.finish(request)
+                continue
+            pages = request.holding.all_pages
+            hidden = self.models[1].forward(request.outputs[-1:], request.num_kv, pages)
+            self.decode.append(request, self.models[1].best_token(hidden)[0])
+
+
+def _memory(
+    aux: AuxBuffers,
+    *,
+    is_decode: bool = False,
+    with_prefix: bool = True,
+    sends_prefix: bool = False,
+) -> RequestMemory:
+    slots = DecodeReqToTokenPool(4, NUM_PAGES * PAGE_SIZE, "cpu", 4) if is_decode else None
+    return RequestMemory(
+        pages=PageAllocator(NUM_PAGES, PAGE_SIZE),
+        slots=slots,
+        aux=aux,
+        prefix=RadixPrefixCache(PAGE_SIZE) if with_prefix else None,
+        sends_prefix=sends_prefix,
+    )
+
+
+def converse(
+    folder: Path,
+    *,
+    nbytes_per_s: float,
+    with_prefix: bool,
+    token_s: float | None,
+    tick_s: float = TICK_S,
+) -> list[Round]:
+    """Five rounds; each prompt holds the rounds before. ValueError for a wrong number of bytes."""
+    vocab = load(folder)[0].vocab
+    rng = np.random.default_rng(0)
+    conversation = Conversation(
+        folder, Clock(token_s, tick_s), nbytes_per_s=nbytes_per_s, with_prefix=with_prefix
+    )
+    prompt = rng.integers(0, vocab, FIRST_TOKENS).tolist()
+    rounds = []
+    for room in range(1, NUM_ROUNDS + 1):
+        made = conversation.turn(room, prompt)
+        rule = (made.num_tokens - made.held_by_decode) * conversation.token_nbytes
+        if made.nbytes != rule:
+            raise ValueError(f"round {room}: {made.nbytes} bytes crossed, by the rule {rule}")
+        rounds.append(made)
+        prompt = prompt + list(made.answer) + rng.integers(0, vocab, MORE_TOKENS).tolist()
+    conversation.close()
+    return rounds
+
+
+def compare(
+    without: list[Round], with_prefix: list[Round], speed: float, token_nbytes: int
+) -> None:
+    """A line per round; ValueError where the answers differ."""
+    for number, (slow, fast) in enumerate(zip(without, with_prefix, strict=True), 1):
+        if slow.answer != fast.answer:
+            raise ValueError(f"round {number}: the answers differ")
+        link_s = slow.num_tokens * token_nbytes / speed if speed else 0.0
+        share = link_s / slow.first_token_s
+        gain = 1 - fast.first_token_s / slow.first_token_s
+        off = max(abs(r.first_token_s / r.model_s - 1) for r in (slow, fast))
+        print(
+            f"  {number}  {slow.num_tokens:>4}  {fast.held_by_decode:>4}  {slow.nbytes:>9} "
+            f"{fast.nbytes:>9}   {1e3 * slow.first_token_s:>6.0f} {1e3 * fast.first_token_s:>6.0f}"
+            f"   {100 * share:>4.0f} %  {100 * gain:>4.0f} %  {100 * off:>4.1f} %"
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--clock", choices=("virtual", "real"), default="virtual")
+    parser.add_argument("--token-ms", type=float, default=3.0, help="prefill, virtual clock")
+    parser.add_argument(
+        "--mb-per-s", type=float, nargs="*", default=[10.0, 20.0, 50.0, 1000.0], help="0: no limit"
+    )
+    args = parser.parse_args()
+    folder = prepare()
+    kv = engine_layout(load(folder)[0], 1).kv.components[0]
+    token_nbytes = kv.element_nbytes * len(kv.layer_ids)
+    token_s = 1e-3 * args.token_ms if args.clock == "virtual" else None
+    for speed in (1e6 * mb for mb in args.mb_per_s):
+        runs = [
+            converse(folder, nbytes_per_s=speed, with_prefix=p, token_s=token_s)
+            for p in (False, True)
+        ]
+        print(
+            f"link of {speed / 1e6:g} MB/s, {args.clock} clock" if speed else "link without limit"
+        )
+        print("     prompt  held      bytes sent      first token, ms   link in  gain  off the")
+        print("  #  tokens       without     with     without   with     TTFT           model")
+        compare(*runs, speed, token_nbytes)
+
+
+if __name__ == "__main__":
+    main()
