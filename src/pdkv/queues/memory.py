@@ -93,6 +93,7 @@ class RequestMemory:
         self._sends_prefix = sends_prefix
         self.num_draining_pages = 0  # of requests that ended well before their peers were quiet
         self.num_draining_aux = 0
+        self.num_changes = 0  # grows whenever something is taken or comes back
 
     # What there is.
 
@@ -158,6 +159,7 @@ class RequestMemory:
             if self.prefix is not None and match is not _NO_MATCH:
                 self.prefix.unlock(match)
             return None
+        self.num_changes += 1
         self._make_room(demand.pages)
         page_ids = _there(self.pages.alloc(num_own))
         holding = Holding(match, page_ids)
@@ -180,6 +182,7 @@ class RequestMemory:
 
     def quiet(self, holding: Holding) -> None:
         """No peer can write any more, on any rank: Released."""
+        self.num_changes += 1
         if holding.exposed is not None:
             self.pages.release(holding.exposed)
             for pool, ids in zip(self.own, holding.own_ids, strict=True):
@@ -204,6 +207,7 @@ class RequestMemory:
         promised = min(num, holding.num_reserved)
         if num - promised > self.free().pages:
             return False
+        self.num_changes += 1
         parts = [holding.page_ids]
         if promised:
             parts.append(self.pages.commit(promised))
@@ -286,6 +290,7 @@ class RequestMemory:
         """What ends with the request itself, whoever may still write to its pages."""
         assert not holding.is_over
         holding.is_over = True
+        self.num_changes += 1
         if self.slots is not None:
             self.slots.free([holding.slot])
         self.pages.cancel(holding.num_reserved)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from pdkv.errors import LayoutMismatch, PdkvError
 from pdkv.protocol import Identity
-from pdkv.queues.admission import Waiting, plan_admission
+from pdkv.queues.admission import Resources, Waiting, plan_admission
 from pdkv.queues.context import DecodeContext
 from pdkv.queues.gate import Topic
 from pdkv.queues.memory import Holding
@@ -50,7 +50,9 @@ class DecodePreallocQueue:
     ) -> None:
         self._context = context
         self._resolve = resolve
-        self._order = order or (lambda request: request.order)
+        self._order = order
+        # What the last pass saw, if it admitted nobody: the same again would end the same way.
+        self._settled: tuple[int, Resources, list[int]] | None = None
         self._requests: dict[int, DecodeRequest] = {}
         self._announced: dict[Identity, DecodeRequest] = {}
 
@@ -150,9 +152,11 @@ class DecodePreallocQueue:
             if request.stage is DecodeStage.QUEUED
             and (request.num_retractions or not only_retracted)
         ]
-        if not candidates or context.problem:
+        memory = context.memory
+        seen = (memory.num_changes, memory.free(), [r.request_id for r in candidates])
+        if not candidates or context.problem or (not self._order and seen == self._settled):
             return
-        candidates.sort(key=lambda r: (not r.num_retractions, self._order(r)))
+        candidates.sort(key=self._place)
         plan = plan_admission(
             [Waiting(r.request_id, r.num_bypassed) for r in candidates],
             lambda index: self._try_admit(candidates[index]),
@@ -161,6 +165,14 @@ class DecodePreallocQueue:
         )
         for request, num_bypassed in zip(candidates, plan.num_bypassed, strict=True):
             request.num_bypassed = num_bypassed
+        self._settled = None if plan.admitted else seen
+
+    def _place(self, request: DecodeRequest) -> tuple[Any, ...]:
+        """Retracted requests first; then the engine's order, or priority and arrival."""
+        is_new = not request.num_retractions
+        if self._order is not None:
+            return is_new, self._order(request)
+        return is_new, -request.priority, request.request_id
 
     def submit(self, request: DecodeRequest) -> None:
         """The group has agreed: peers are told where to write."""
