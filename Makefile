@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: setup demo test check lint types format clean prove fuzz
+.PHONY: setup demo test check lint types format clean prove fuzz soak
 
 setup: $(STAMP)
 
@@ -31,6 +31,9 @@ prove: $(STAMP)  ## the planner's systematic sweep; MINUTES=120 for all of it
 
 fuzz: $(STAMP)  ## hostile frames into the codec and two nodes; FRAMES=10000000 for all of it
 	@$(BIN)/python scripts/fuzz.py --frames $(or $(FRAMES),400000)
+
+soak: $(STAMP)  ## the simulator with all faults; REQUESTS=2000000 for all of it
+	@$(BIN)/python scripts/soak.py --requests $(or $(REQUESTS),20000)
 
 lint: $(STAMP)
 	@$(BIN)/ruff check . && $(BIN)/ruff format --check .

@@ -15,7 +15,6 @@ import pytest
 
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.links import Links
-from pdkv.endpoint.peers import PeerTable
 from pdkv.endpoint.records import Graveyard
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.rooms import Rooms
@@ -24,9 +23,7 @@ from pdkv.plan import Tag
 from pdkv.request.arrivals import Arrivals
 from pdkv.request.events import (
     PeerFailed,
-    PeerLost,
     PeerQuiet,
-    PeerSeen,
     PostTag,
     SendToPeer,
     Tick,
@@ -34,6 +31,7 @@ from pdkv.request.events import (
 )
 from pdkv.request.machine import Machine
 from pdkv.request.outbox import Outbox
+from pdkv.request.patience import Patience
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
@@ -219,35 +217,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Arrivals, "arrive", arrive)
 
 
-@plant("a stage-local rank in the tag")
-def _(patch: pytest.MonkeyPatch) -> None:
-    import pdkv.endpoint.writes as writes
-
-    original = writes.encode_notification
-
-    def encode(note: Any) -> bytes:
-        tag = note.tag
-        return original(note._replace(tag=Tag(tag.writer % 2, tag.component, tag.chunk)))
-
-    patch.setattr(writes, "encode_notification", encode)
-
-
-@plant("a notification is matched by its room")
-def _(patch: pytest.MonkeyPatch) -> None:
-    import pdkv.endpoint.core as core
-
-    original = core.decode_notification
-
-    def notified(self: NodeCore, data: bytes, now: float) -> None:
-        note = original(data)
-        for identity, owner in self.requests.receivers.items():
-            if identity.room == note.identity.room:
-                for event in self._arrived(owner, note.tag, is_staged=note.is_staged):
-                    self.requests.inbox.append((owner, event))
-
-    patch.setattr(NodeCore, "_on_notification", notified)
-
-
 @plant("the notification overtakes the other parts of its tag")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Write, "must_wait", property(lambda self: False))
@@ -348,32 +317,7 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @plant("an ask is answered by whoever has the room")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rooms, "_sender_of", lambda self, identity: self._open.get(identity.room))
-
-
-@plant("a room's failure answers every later attempt")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def cause(self: Graveyard, room: int, identity: Any) -> Any:
-        dead = self._rooms.get(room)
-        return (dead.cause, dead.recompute) if dead else ("", False)
-
-    patch.setattr(Graveyard, "cause_of_room", cause)
-    patch.setattr(Graveyard, "reopen", lambda self, room: None)
-
-
-@plant("a dead engine keeps its room")
-def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Rooms, "drop_early", lambda self, incarnation: None)
-
-
-@plant("a peer's epoch does not grow")
-def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PeerTable, "next_epoch", lambda self: 1)
-
-
-@plant("a life that is gone is heard")
-def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Links, "is_gone", lambda self, incarnation: False)
+    patch.setattr(Rooms, "sender_of", lambda self, identity: self._open.get(identity.room))
 
 
 # -- outcomes -------------------------------------------------------------------------------------
@@ -444,26 +388,13 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Gate, "update", update)
 
 
-@plant("a group's failure does not reach a rank that has not begun")
-def _(patch: pytest.MonkeyPatch) -> None:
-    from pdkv.endpoint.gate import Gate
-
-    def apply_one(original: Any, self: Gate, verdict: Any) -> Any:
-        return original(self, verdict) if verdict.key in self._by_key else ([], [])
-
-    around(patch, Gate, "_apply_one", apply_one)
-
-
 # -- waits ----------------------------------------------------------------------------------------
 
 
 @plant("a keepalive refreshes every deadline")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def seen(original: Any, self: ReceiverMachine, event: PeerSeen, now: float) -> Any:
-        self._waiting_since = self._progress_at = self._started_at = now
-        return original(self, event, now)
-
-    around(patch, ReceiverMachine, "_on_seen", seen)
+    patch.setattr(Patience, "exceeded", lambda self, since, now: 0.0)
+    patch.setattr(SenderMachine, "_on_tick", lambda self, now: [])
 
 
 @plant("no deadline is looked at")
@@ -472,11 +403,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
         return [] if isinstance(event, Tick) else original(self, event, now)
 
     around(patch, Machine, "handle", handle)
-
-
-@plant("a lost notification is not asked for")
-def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(ReceiverMachine, "_ask", lambda self, peers, now: [])
 
 
 @plant("a lost TransferInfo is not sent again")
@@ -508,18 +434,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Links, "lost", lost)
 
 
-@plant("a lost peer stays lost")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def on_frame(original: Any, self: NodeCore, data: bytes, now: float) -> Any:
-        before = {peer.key: peer.state for peer in self.links.peers}
-        original(self, data, now)
-        for peer in self.links.peers:
-            if before.get(peer.key) is type(peer.state).LOST:
-                peer.state = type(peer.state).LOST
-
-    around(patch, NodeCore, "_on_frame", on_frame)
-
-
 # -- books ----------------------------------------------------------------------------------------
 
 
@@ -545,23 +459,6 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(Endpoint, "_forget", lambda self, event: None)
     patch.setattr(PrefillEndpoint, "_forget", lambda self, event: None)
-
-
-@plant("an exception of a machine is swallowed")
-def _(patch: pytest.MonkeyPatch) -> None:
-    def handle(original: Any, self: Machine, event: Any, now: float) -> Any:
-        if isinstance(event, PeerLost):
-            raise RuntimeError("planted")
-        return original(self, event, now)
-
-    around(patch, Machine, "handle", handle)
-
-    def feed(original: Any, self: Requests, owner: Any, event: Any, now: float) -> Any:
-        if isinstance(event, PeerLost):
-            return None
-        return original(self, owner, event, now)
-
-    around(patch, Requests, "_feed", feed)
 
 
 @plant("a dummy is told nothing")

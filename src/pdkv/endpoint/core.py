@@ -301,9 +301,9 @@ class NodeCore:
     def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
         known = {item.identity: item for item in waiting}
         inbox, rank_id = self.requests.inbox, peer.rank_id
-        for identity, owner in self.requests.receivers.items():
-            if owner.engine == peer.key[0]:
-                item = known.pop(identity, None)
+        for owner in self.requests.of_peer(peer):
+            if isinstance(owner, Receiving):
+                item = known.pop(owner.machine.identity, None)
                 seen = PeerSeen(rank_id, item.poll, item.wait) if item else PeerSeen(rank_id, None)
                 inbox.append((owner, seen))
         for identity, item in known.items():

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from pdkv.plan import Pairing, Route
-from pdkv.protocol import Frame, Hello
+from pdkv.protocol import Frame, Hello, Identity
 
 __all__ = ["Peer", "PeerKey", "PeerState", "PeerTable"]
 
@@ -52,7 +52,7 @@ class Peer:
     sequence: int = 0
     their_epoch: int = 0
     their_sequence: int = 0
-    requests: set[object] = field(default_factory=set)
+    requests: set[Identity] = field(default_factory=set)
 
     @property
     def rank_id(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -40,7 +41,7 @@ class LocalRank:
     planner: Planner = validate
 
 
-@dataclass
+@dataclass(eq=False)
 class Receiving:
     """A receiver machine and what the node keeps beside it."""
 
@@ -50,6 +51,7 @@ class Receiving:
     outcome: Outcome = Outcome.CONTINUE
     num_tokens: int = 0
     told: tuple[object, ...] = ()
+    alarm_at: float = math.inf
 
     @property
     def ref(self) -> Identity:
@@ -80,7 +82,7 @@ class Receiving:
         )
 
 
-@dataclass
+@dataclass(eq=False)
 class Sending:
     """A sender machine and what the node keeps beside it."""
 
@@ -88,6 +90,7 @@ class Sending:
     machine: SenderMachine
     stats: TransferStats
     told: tuple[object, ...] = ()
+    alarm_at: float = math.inf
 
     @property
     def ref(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 
+from pdkv.endpoint.alarms import Alarms
 from pdkv.endpoint.events import Change, TransferStats
 from pdkv.endpoint.links import DECODE_PREFIX, Links
 from pdkv.endpoint.peers import Peer, PeerState
@@ -43,6 +44,7 @@ from pdkv.request.states import KVPoll, Memory
 __all__ = ["Requests"]
 
 _log = logging.getLogger("pdkv")
+_TICK = Tick()
 _MAX_FAILED_JOURNALS = 16
 
 
@@ -75,6 +77,7 @@ class Requests:
         self._counters = counters
         self._rank_id = rank_id
         self._limits = limits
+        self._alarms = Alarms()
         self.rooms = Rooms(
             links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
         )
@@ -96,6 +99,7 @@ class Requests:
             self._counters["broken_requests"] += 1
             _log.exception("request failed inside pdkv\n%s", machine.story())
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
+        self._alarms.set(owner, machine.due_at)
         change = owner.news(now)
         if change is not None:
             self.changes.append(change)
@@ -159,6 +163,7 @@ class Requests:
         if isinstance(request, ReceiverRequest):
             self._expect(owner, pairing, request)
         self.receivers[request.identity] = owner
+        self._alarms.set(owner, machine.due_at)
         for rank_id in sorted(machine.peers):
             peer = self._links.meet(prefill, rank_id, pairing, now)
             if peer is None:
@@ -283,6 +288,8 @@ class Requests:
     def forget(self, ref: Identity | int, now: float) -> None:
         """The group applied Released: only a tombstone stays."""
         owner = self.senders.get(ref) if isinstance(ref, int) else self.receivers.get(ref)
+        if owner is not None:
+            self._alarms.drop(owner)
         if owner is not None and owner.machine.poll is KVPoll.Failed:
             self.failed.append((_name(owner), owner.machine.journal))
         self._draining.pop(ref, None)
@@ -318,8 +325,9 @@ class Requests:
 
     def tick(self, now: float) -> None:
         """Deadlines of requests and of rooms that nobody opened."""
-        for owner in self.owners():
-            self.inbox.append((owner, Tick()))
+        for owner in self._alarms.due(now):
+            if self._is_live(owner):
+                self.inbox.append((owner, _TICK))
         self.rooms.expire(now)
 
     def welcome(self, peer: Peer) -> None:
@@ -342,6 +350,11 @@ class Requests:
         cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: {others}"
         return PeerFailed(peer.rank_id, cause)
 
+    def _is_live(self, owner: Receiving | Sending) -> bool:
+        if isinstance(owner, Receiving):
+            return self.receivers.get(owner.machine.identity) is owner
+        return self.senders.get(owner.handle) is owner
+
     def tell_all(self, peer: Peer, event: Event) -> None:
         """Something happened to a peer: every request that concerns it hears of it."""
         for owner in self.owners():
@@ -352,6 +365,15 @@ class Requests:
         """Of the last failures and of what is live, by a name for a reader; copies."""
         live = [(_name(owner), owner.machine.journal.copy()) for owner in self.owners()]
         return [*self.failed, *live]
+
+    def of_peer(self, peer: Peer) -> list[Receiving | Sending]:
+        """Live requests that concern this peer."""
+        found: list[Receiving | Sending] = []
+        for identity in sorted(peer.requests):
+            owner = self.receivers.get(identity) or self.rooms.sender_of(identity)
+            if owner is not None and self.engine_of(owner) == peer.key[0]:
+                found.append(owner)
+        return found
 
     def owners(self) -> list[Receiving | Sending]:
         """Every live request of both roles."""

@@ -223,7 +223,7 @@ class Rooms:
 
     def on_abort(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """A reader gave up. Whatever this rank knows of the identity, Quiesced must follow."""
-        owner = self._sender_of(identity)
+        owner = self.sender_of(identity)
         if owner is not None:
             self._inbox.append((owner, PeerFailed(peer.rank_id, cause)))
             return
@@ -238,7 +238,7 @@ class Rooms:
 
     def on_ask(self, peer: Peer, identity: Identity, now: float) -> None:
         """A reader misses news of a request: the live machine answers, or the tombstone."""
-        owner = self._sender_of(identity)
+        owner = self.sender_of(identity)
         tombstone = self._dead.get(identity)
         early = self._early.get(identity.room)
         if owner is not None:
@@ -268,14 +268,14 @@ class Rooms:
 
     def on_grant(self, peer: Peer, message: Grant) -> None:
         """Staging regions of a live request; for one that is over they mean nothing."""
-        owner = self._sender_of(message.identity)
+        owner = self.sender_of(message.identity)
         if owner is None:
             return
         problem = _grant_problem(peer, message.grants)
         event: Event = GrantsReceived(peer.rank_id, message.grants)
         self._inbox.append((owner, Cancel(problem) if problem else event))
 
-    def _sender_of(self, identity: Identity) -> Sending | None:
+    def sender_of(self, identity: Identity) -> Sending | None:
         """The sender that serves this identity, bound or about to be."""
         bound = self.by_identity.get(identity)
         if bound is not None:

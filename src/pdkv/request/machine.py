@@ -57,6 +57,12 @@ class Machine:
         """What this request waits for, in the words of a keepalive."""
         raise NotImplementedError  # pragma: no cover - abstract
 
+    @property
+    def due_at(self) -> float:
+        """The next moment at which a Tick may do something, as things stand: no Tick is needed
+        before it. Infinity where only other events can."""
+        raise NotImplementedError  # pragma: no cover - abstract
+
     def waits_for(self) -> tuple[int, ...]:
         """Rank ids of the peers whose word or bytes this request waits for."""
         raise NotImplementedError  # pragma: no cover - abstract

@@ -5,6 +5,7 @@ The part of the sender that counts; it refuses to know outcomes, messages and vo
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 from pdkv.interfaces import ReadyEvent
@@ -80,6 +81,13 @@ class Outbox:
     def is_empty(self) -> bool:
         """Nothing waits and nothing is in flight."""
         return not (any(self._queues.values()) or self._waiting or self.in_flight)
+
+    @property
+    def due_at(self) -> float:
+        """When the first tag that waits for a grant goes without one."""
+        if not self._waiting:
+            return math.inf
+        return min(self._waiting.values()) + self._limits.staging_wait_s
 
     def busy_peers(self) -> set[int]:
         """Readers with a write in flight."""

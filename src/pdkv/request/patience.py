@@ -21,6 +21,11 @@ class Patience:
         """The peer waits, and not for me: its engine is busy."""
         self._queued_at = now
 
+    def due(self, since: float) -> float:
+        """When `exceeded` may first be true."""
+        limits = self._limits
+        return min(since + limits.queued_s, max(since, self._queued_at) + limits.progress_s)
+
     def exceeded(self, since: float, now: float) -> float:
         """The limit by which a wait for a peer is over, in seconds; 0.0 while it is not."""
         limits = self._limits

@@ -5,6 +5,8 @@ Layer 2; pure.
 
 from __future__ import annotations
 
+import math
+
 from pdkv.limits import Limits
 from pdkv.plan import Pairing, Tag
 from pdkv.protocol import (
@@ -325,6 +327,21 @@ class ReceiverMachine(Machine):
     def _ask(self, peers: list[int], now: float) -> list[Action]:
         self._asked_at = now
         return [SendToPeer(peer, Ask(self.identity)) for peer in peers]
+
+    @property
+    def due_at(self) -> float:
+        """The next moment at which a Tick may do something."""
+        limits = self._limits
+        if self.poll.is_terminal:
+            return self._resent_at + limits.resend_s if self._unquiet else math.inf
+        if self.poll is KVPoll.Bootstrapping:
+            return self._started_at + limits.handshake_s
+        if self.allocation is Allocation.COMPUTED:
+            return self._waiting_since + limits.queued_s
+        if self.poll is not KVPoll.Transferring:
+            return self._patience.due(self._waiting_since)
+        asks_at = max(self._progress_at, self._asked_at) + limits.ask_s
+        return min(asks_at, self._patience.due(self._progress_at))
 
     def _on_tick(self, now: float) -> list[Action]:
         limits = self._limits

@@ -5,6 +5,8 @@ Layer 2; pure.
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -365,6 +367,23 @@ class SenderMachine(Machine):
         return kind(identity, self.cause)
 
     # -- time -------------------------------------------------------------------------------------
+
+    @property
+    def due_at(self) -> float:
+        """The next moment at which a Tick may do something."""
+        limits = self._limits
+        if self.poll.is_terminal:
+            return math.inf
+        staged = self._outbox.due_at
+        if self.poll is KVPoll.Bootstrapping:
+            return self.changed_at + limits.bootstrap_s
+        if self.in_flight:
+            return min(staged, self._progress_at + limits.progress_s)
+        if self.finish is None:
+            return min(staged, self._progress_at + limits.queued_s)
+        if self.allocation is not Allocation.ALLOCATED:
+            return self._patience.due(self._computed_at)
+        return staged
 
     def _on_tick(self, now: float) -> list[Action]:
         if self.poll.is_terminal:

@@ -112,7 +112,8 @@ class Fired:
 class SimRank:
     """One process of an engine: memory, node, endpoint, clock and scheduler.
 
-    `skew` is (offset_s, rate) of its clock; `slowness_s` delays each step of its node;
+    `skew` is (offset_s, rate) of its clock; its node naps for `nap_s` before each step, so that
+    several things may be there at once; `slowness_s` delays each step of its node;
     `stopped_until` freezes it, while its memory goes on being written by others.
     """
 
@@ -122,6 +123,7 @@ class SimRank:
         self.rank_id = rank_id
         self.skew = skew
         self.slowness_s = 0.0
+        self.nap_s = engine.nap_s
         self.stopped_until = 0.0
         self.lateness_s = 0.0
         self.address = f"{spec.name}/{rank_id}"
@@ -168,7 +170,9 @@ class SimRank:
         """Something is there for the node: let it take a step soon."""
         if not self._is_due and not self.backend.is_dead:
             self._is_due = True
-            when = max(self._timeline.now + self.slowness_s, self.stopped_until)
+            when = self._timeline.now + self.nap_s + self.slowness_s
+            if when < self.stopped_until:
+                when = self.stopped_until
             self._timeline.at(when, self._step)
 
     def _step(self) -> None:
@@ -258,6 +262,7 @@ class SimEngine:
         scheduler: Callable[[SimRank], Scheduler],
         skews: Sequence[tuple[float, float]],
         max_runs_per_post: int,
+        nap_s: float,
     ) -> None:
         self.host = host
         self.index = index
@@ -266,6 +271,7 @@ class SimEngine:
         self.seed = seed
         self.planner = planner
         self.max_runs_per_post = max_runs_per_post
+        self.nap_s = nap_s
         self.incarnation = bytes((index + 1, life)) * 8
         self.is_alive = True
         self.num_timers = 0

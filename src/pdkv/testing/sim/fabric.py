@@ -237,9 +237,11 @@ class SimBackend:
         if self.is_dead:
             fabric.effects["landing_after_death"] += 1
         note = write.notification
-        identity = _identity(note)
-        for src, dst, nbytes in write.runs[write.num_landed : until]:
-            self._copy(target, identity, src, dst, nbytes)
+        if write.num_landed < until:
+            identity = _identity(note)
+            mark = 0 if identity is None else fabric.mark_of(target.key, identity)
+            for src, dst, nbytes in write.runs[write.num_landed : until]:
+                self._copy(target, identity, mark, src, dst, nbytes)
         write.num_landed = max(write.num_landed, until)
         if not is_end:
             return
@@ -251,7 +253,13 @@ class SimBackend:
         fabric.timeline.after(delay, self._complete, write, "", True)
 
     def _copy(
-        self, target: SimBackend, identity: Identity | None, src: int, dst: int, nbytes: int
+        self,
+        target: SimBackend,
+        identity: Identity | None,
+        mark: int,
+        src: int,
+        dst: int,
+        nbytes: int,
     ) -> None:
         memory, mine = target.memory, self.memory
         if memory.base <= dst and dst + nbytes <= memory.end:
@@ -259,9 +267,7 @@ class SimBackend:
             if not 0 <= at <= mine.nbytes - nbytes:
                 raise Violation("bytes", "KV is written from outside of the writer's pool")
             data = bytes(mine.data[at : at + nbytes])
-            if identity is not None:
-                mark = self._fabric.mark_of(target.key, identity)
-            else:  # a part without a notification: the bytes themselves say whose they are
+            if identity is None:  # a part without a notification: the bytes say whose they are
                 mark = memory.owner[dst - memory.base] & 127
             memory.land(dst - memory.base, data, mark)
             return

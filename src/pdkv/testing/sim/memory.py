@@ -45,6 +45,7 @@ CANARY = 0xEE
 HELD = 127  # pages of a decode prefix: owned, and never to be written
 _WRITTEN = 128
 _GAP = 64
+_ONE_BYTE = tuple(bytes((value,)) for value in range(256))
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -220,9 +221,10 @@ class RankMemory:
 
     def land(self, at: int, data: bytes, mark: int) -> None:
         """One run is written at offset `at`. Violation if that may not be."""
-        end = at + len(data)
+        nbytes = len(data)
+        end = at + nbytes
         owner = self.owner[at:end]
-        if owner.count(mark) != len(data) or not mark:
+        if owner.count(mark) != nbytes or not mark:
             self._complain(at, owner, mark)
         if self.expected[at:end] != data:
             want = bytes(self.expected[at:end]).hex(" ", LABEL_NBYTES)
@@ -230,7 +232,7 @@ class RankMemory:
                 "bytes", f"offset {at}: {data.hex(' ', LABEL_NBYTES)} where {want} belongs"
             )
         self.data[at:end] = data
-        self.owner[at:end] = bytes((mark | _WRITTEN,)) * len(data)
+        self.owner[at:end] = _ONE_BYTE[mark | _WRITTEN] * nbytes
 
     def _complain(self, at: int, owner: bytearray, mark: int) -> None:
         other = next((value for value in owner if value != mark), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ from pdkv.testing.sim.world import Result, Schedulers, World
 __all__ = ["Failure", "Report", "Simulator"]
 
 _EXACT_EVERY = 32
+_COLLECT_EVERY = 64
 
 
 class Failure(AssertionError):
@@ -46,6 +48,14 @@ class Report:
         self.num_requests += result.num_requests
         self.num_succeeded += result.num_succeeded
         self.effects.update({kind: 1 for kind, count in result.effects.items() if count})
+
+    def merge(self, other: Report) -> None:
+        """Another batch."""
+        self.num_seeds += other.num_seeds
+        self.num_deliveries += other.num_deliveries
+        self.num_requests += other.num_requests
+        self.num_succeeded += other.num_succeeded
+        self.effects.update(other.effects)
 
     def histogram(self) -> str:
         """One line a kind: its share of the seeds, most frequent first."""
@@ -86,7 +96,9 @@ class Simulator:
     def run(self, seeds: Iterable[int]) -> Report:
         """Run seeds until one fails: `Failure`."""
         report = Report()
-        for seed in seeds:
+        for number, seed in enumerate(seeds):
+            if number % _COLLECT_EVERY == 0:
+                gc.collect()  # worlds are full of cycles; left alone, it would run all the time
             scenario = self.scenario(seed)
             violation = self.violation(scenario, report)
             if violation is not None:

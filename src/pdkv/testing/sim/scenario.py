@@ -89,7 +89,8 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     computes before it knows decode's pages. `abort`: ("decode" | "prefill", after_s) or none.
     `retries`: how often the router asks again, with the same room, after a failure.
     `is_late`: decode announces, and names pages once prefill has computed; `evicts`: prefill drops
-    what it computed before that, if it may. `is_lost`: the router forgets to tell prefill.
+    what it computed before that, if it may. `is_lost`: the router forgets to tell prefill;
+    `is_stuck`: prefill never computes it.
     `follows`: prompt of the request whose room this one takes over once that has ended, or 0.
     """
 
@@ -113,6 +114,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     is_late: bool = False
     evicts: bool = False
     is_lost: bool = False
+    is_stuck: bool = False
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
@@ -137,6 +139,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     limits: Limits = LIMITS
     has_jitter: bool = True
+    nap_s: float = 0.0
     max_runs_per_post: int = 1 << 20
 
 
@@ -209,6 +212,7 @@ def draw(seed: int, pairs: tuple[Any, ...], *, with_faults: bool = True) -> Scen
         engines=engines,
         requests=requests,
         faults=faults,
+        nap_s=rng.choice((0.0, 0.0004, 0.0004, 0.001)),
         max_runs_per_post=5 if rng.random() < 0.15 else 1 << 20,
     )
 
@@ -238,7 +242,7 @@ def _draw_requests(
             "at_s": rng.random() * 0.05,
             "open_after_s": rng.choice((0.0, -0.01, 0.02)) * rng.random(),
             "compute_s": rng.choice((0.0005, 0.003)),
-            "compute_tokens": rng.choice((3, 8, 11, 40)),
+            "compute_tokens": rng.choice((5, 11, 16, 40)),
             "ready_s": rng.choice((0.0, 0.0, 0.004)),
             "eager": rng.random() < 0.3,
             "hold_s": rng.choice((0.0, 0.01)),
@@ -277,6 +281,8 @@ def _draw_mishap(rng: random.Random) -> dict[str, Any]:
         spec["evicts"] = True
     elif chance < 0.34:
         spec["is_lost"] = True
+    elif chance < 0.35:
+        spec["is_stuck"] = True
     return spec
 
 

@@ -61,6 +61,7 @@ class _Serving:
     spec: RequestSpec
     handle: PrefillHandle
     pages: list[int] | None = None
+    content: Any = None
     aux_index: int = -1
     num_computed: int = 0
     is_over: bool = False
@@ -147,6 +148,9 @@ class PrefillScheduler:
         row = rank.aux.alloc()
         assert row is not None
         serving.aux_index = row
+        if serving.spec.is_stuck:
+            rank.engine.host.aborting(rank, serving.spec.prompt, "within 3 s")
+            return True
         rank.after(serving.spec.compute_s, Input("computed", serving.handle.id))
         return True
 
@@ -167,12 +171,13 @@ class PrefillScheduler:
             rank.rank_id, range(start, stop), spec.num_tokens
         )
         assert serving.pages is not None
-        content = rank.memory.content(spec.prompt, spec.num_tokens)
+        if serving.content is None:
+            serving.content = rank.memory.content(spec.prompt, spec.num_tokens)
         self.endpoint.send(
             serving.handle,
             tokens=range(start, stop),
             page_ids=serving.pages[where.start : where.stop],
-            ready=rank.compute_after(spec.ready_s, serving.pages, content, where),
+            ready=rank.compute_after(spec.ready_s, serving.pages, serving.content, where),
         )
         serving.num_computed = stop
         if stop < spec.num_tokens:

@@ -101,6 +101,7 @@ class World:
             scheduler=self._schedulers[spec.role],
             skews=skews,
             max_runs_per_post=self.scenario.max_runs_per_post,
+            nap_s=self.scenario.nap_s,
         )
 
     # -- the run ---------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""The longer half of the simulator's tests: many seeds, planted faults, and every pair of state and
+event. `make check` runs them; how long a batch is follows from the time it may take."""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from pdkv.testing.sim import FAULT_KINDS, Report, Simulator
+from sim_pairs import every_pair, inject_once, pairs_of_the_corpus
+from sim_plants import PLANTS, Plant
+
+NUM_SEEDS = 10_000
+BATCH_S = 75.0
+ROLLING_S = 10.0
+MOST_SEEDS = 600
+
+pytestmark = pytest.mark.check
+
+
+@pytest.fixture(autouse=True)
+def _quiet_log() -> Iterator[None]:
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def run_until(simulator: Simulator, seeds: range, until: float) -> Report:
+    """As many of the seeds as there is time for, in their order."""
+    report = Report()
+    for start in range(seeds.start, seeds.stop, 20):
+        report.merge(simulator.run(seeds[start - seeds.start :][:20]))
+        if time.monotonic() > until:
+            break
+    return report
+
+
+def _part(job: tuple[range, float]) -> Report:
+    logging.disable(logging.CRITICAL)
+    return run_until(Simulator(), *job)
+
+
+def in_parallel(seeds: range, seconds: float) -> Report:
+    """The same on all cores, each with its share of the seeds."""
+    num = os.cpu_count() or 1
+    share = -(-len(seeds) // num)
+    until = time.monotonic() + seconds
+    jobs = [(seeds[i * share : (i + 1) * share], until) for i in range(num)]
+    report = Report()
+    with multiprocessing.get_context("fork").Pool(num) as pool:
+        for part in pool.imap(_part, jobs):
+            report.merge(part)
+    return report
+
+
+def test_fixed_seeds_and_a_rolling_batch() -> None:
+    started = time.monotonic()
+    report = in_parallel(range(NUM_SEEDS), BATCH_S)
+    rate = report.num_deliveries / (time.monotonic() - started)
+    day = int(time.time()) // 86_400
+    rolling = in_parallel(range(10**6 + day * 10**5, 10**6 + (day + 1) * 10**5), ROLLING_S)
+    print(f"\n{report.num_seeds} fixed seeds, {rolling.num_seeds} rolling: {report.num_requests}")
+    print(f"requests, {report.num_deliveries} deliveries, {rate:.0f}/s on all cores")
+    print(report.histogram())
+    assert report.num_seeds >= 200
+    rare = {kind: report.effects[kind] / report.num_seeds for kind in FAULT_KINDS}
+    too_rare = {kind: share for kind, share in rare.items() if share < 0.05}
+    assert report.num_seeds < 1000 or not too_rare
+
+
+@pytest.mark.parametrize("planted", PLANTS, ids=lambda planted: planted.name)
+def test_a_planted_fault_is_found(planted: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
+    planted.patch(monkeypatch)
+    simulator = Simulator()
+    for seed in range(MOST_SEEDS):
+        violation = simulator.violation(simulator.scenario(seed))
+        if violation is not None:
+            print(f"\n| {planted.name} | {violation.checker} | {seed + 1} |")
+            return
+    pytest.fail(f"not found in {MOST_SEEDS} seeds")
+
+
+def test_at_least_thirty_faults_are_planted() -> None:
+    assert len(PLANTS) >= 30
+    assert len({planted.name for planted in PLANTS}) == len(PLANTS)
+
+
+def test_every_pair_of_state_and_event_ends_at_most_its_own_request() -> None:
+    """The corpus reaches many of the pairs. Each of the rest is injected once, into a world
+    without faults: no other request may notice, and no rule may break."""
+    reached = pairs_of_the_corpus(range(300))
+    todo = sorted(every_pair() - reached)
+    assert len(reached) > 90
+    injected = {pair for pair in todo if inject_once(pair)}
+    print(f"\n{len(reached)} pairs in the corpus, {len(injected)} injected by hand")
+    assert injected == set(todo)
