@@ -114,7 +114,7 @@ class Fleet:
         self._start("rendezvous", [str(HERE / "hosts_rendezvous.py"), *bind])
         for name in engines:
             self.start_engine(name)
-        self.wait(lambda: set(self._num_up) == {"rendezvous", *engines}, 60)
+        self.wait(lambda: set(self._num_up) == {"rendezvous", *engines}, 120)
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -148,6 +148,10 @@ class Fleet:
             log.close()
         self._selector.close()
 
+    def log(self, name: str) -> str:
+        """The end of what a process has written to its stderr."""
+        return (self._logs / f"{name}.log").read_text()[-2000:]
+
     # -- what they say ----------------------------------------------------------------------------
 
     def pump(self, timeout_s: float = 0.02) -> None:
@@ -156,6 +160,7 @@ class Fleet:
             events = key.data.hear()
             if events is None:
                 self._selector.unregister(key.fileobj)
+                raise AssertionError(f"{key.data.name} has ended:\n{self.log(key.data.name)}")
             for event in events or ():
                 self._hear(key.data.name, event)
 

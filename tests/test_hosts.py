@@ -62,7 +62,7 @@ def test_a_killed_engine_starts_again_at_its_address(fleet: Fleet) -> None:
     life = fleet.kill("p")
     fleet.wait(lambda: "dead" in fleet.ask_states()["p"], 15)
     fleet.start_engine("p")
-    fleet.wait(lambda: fleet.is_up("p", 2), 60)
+    fleet.wait(lambda: fleet.is_up("p", 2), 120)
     fleet.wait(lambda: "alive" in fleet.ask_states()["p"], 20)
     assert fleet.ask_states()["p"] == {"alive", "restarted"}
     after = [fleet.request("p", "d") for _ in range(10)]
