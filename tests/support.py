@@ -10,9 +10,18 @@ import torch
 
 from pdkv.backends.loopback import LoopbackBackend, LoopbackFabric
 from pdkv.control.memory import MemoryControl, MemoryNetwork
-from pdkv.endpoint import DecodeEndpoint, EndpointEvent, Node, PrefillEndpoint
-from pdkv.layout import AuxField, EngineLayout, KVLayout
+from pdkv.endpoint import (
+    DecodeEndpoint,
+    EndpointEvent,
+    Node,
+    PrefillEndpoint,
+    StagingMemory,
+)
+from pdkv.interfaces import CopyKernels
+from pdkv.kernels.cpu import CpuKernels
+from pdkv.layout import AuxField, EngineLayout, KVLayout, MemoryRegion
 from pdkv.limits import Limits
+from pdkv.plan import CostModel
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
 from pdkv.rendezvous import EngineRecord
@@ -62,6 +71,33 @@ class World:
             engine.close()
 
 
+@dataclass
+class StagingSetting:
+    """Staging memory for each rank of an engine; by default whatever fits a region is staged."""
+
+    num_regions: int = 8
+    region_nbytes: int = 4096
+    num_buffers: int = 4
+    kernels: CopyKernels = field(default_factory=CpuKernels)
+    cost: CostModel = field(default_factory=lambda: CostModel(descriptor_s=1.0, staged_s=0.0))
+    kept: list[np.ndarray] = field(default_factory=list)
+
+    def memory(self) -> StagingMemory:
+        return StagingMemory(
+            kernels=self.kernels,
+            regions=self._take(self.num_regions),
+            buffers=self._take(self.num_buffers),
+            num_regions=self.num_regions,
+            num_buffers=self.num_buffers,
+            cost=self.cost,
+        )
+
+    def _take(self, count: int) -> MemoryRegion:
+        array = np.full(count * self.region_nbytes, 0xA5, np.uint8)
+        self.kept.append(array)
+        return MemoryRegion(array.ctypes.data, array.nbytes)
+
+
 class Engine:
     """All ranks of one engine, with a KV pool each, and the gate's collective played by a loop."""
 
@@ -74,9 +110,11 @@ class Engine:
         *,
         num_pages: int = 32,
         order: str = "NHD",
+        staging: StagingSetting | None = None,
     ) -> None:
         self.layout = layout
         self.incarnation = life.to_bytes(16, "big")
+        self.staging = staging  # whose arrays must live as long as the nodes
         self.aux: list[AuxBuffers] = []
         self.pools: list[KVPool] = []
         self.nodes: list[Node] = []
@@ -85,17 +123,22 @@ class Engine:
             aux = AuxBuffers(AUX, num_rows=8)
             pool = KVPool(layout, rank_id, num_pages, order=order)  # type: ignore[arg-type]
             backend = LoopbackBackend(fabric=world.fabric)
+            described, memory = pool.layout(aux), None
+            if staging is not None:
+                memory = staging.memory()
+                described = memory.added_to(described)
             node = Node(
                 backend=backend,
                 control=MemoryControl(world.network, f"{name}/{rank_id}"),
                 layout=layout,
                 rank_id=rank_id,
-                pool=pool.layout(aux),
+                pool=described,
                 aux=aux,
                 incarnation=self.incarnation,
                 limits=world.limits,
                 threaded=False,
                 clock=lambda: world.now,
+                staging=memory,
             )
             self.aux.append(aux)
             self.pools.append(pool)

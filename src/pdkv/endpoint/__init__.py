@@ -17,6 +17,7 @@ from pdkv.endpoint.events import (
 )
 from pdkv.endpoint.node import Node
 from pdkv.endpoint.prefill import PrefillEndpoint, PrefillHandle
+from pdkv.endpoint.staging import StagingMemory
 from pdkv.request.events import Outcome
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "Recompute",
     "Released",
     "RequestFailed",
+    "StagingMemory",
     "Succeeded",
     "Tracked",
     "TransferStats",

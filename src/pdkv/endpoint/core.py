@@ -19,6 +19,7 @@ from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
+from pdkv.endpoint.staging import Staging, StagingMemory
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.interfaces import AuthenticatedControl, ControlChannel, TransferBackend
@@ -84,6 +85,7 @@ class NodeCore:
         local: LocalRank,
         aux: AuxBuffers,
         clock: Callable[[], float],
+        staging: StagingMemory | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.links = Links(backend=backend, control=control, local=local, counters=self.counters)
@@ -95,6 +97,12 @@ class NodeCore:
             limits=local.limits,
             counters=self.counters,
         )
+        self._staging: Staging | None = None
+        if staging is not None:
+            inbox = self.requests.inbox
+            self._staging = Staging(staging, local=local, links=self.links, inbox=inbox)
+        self.requests.staging = self.requests.rooms.staging = self._staging
+        self.writes.staging = self._staging
         self._backend = backend
         self._control = control
         self._receive = (
@@ -145,6 +153,8 @@ class NodeCore:
             self._tell_delivered(owner, event, now)
             self.requests.inbox.append((owner, event))
             busy = True
+        if self._staging is not None:
+            busy |= self._staging.poll()
         if now - self._ticked_at >= self._tick_s:
             self._tick(now)
         self.requests.run(now)

@@ -56,6 +56,7 @@ class Links:
         self._pairings: dict[str, Pairing] = {}
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
+        self.capabilities: tuple[str, ...] = CAPABILITIES
 
     def get(self, key: PeerKey) -> Peer | None:
         """The peer under this key, if known."""
@@ -155,7 +156,7 @@ class Links:
             metadata=self._metadata,
             is_reply=is_reply,
             grid=grid,
-            capabilities=CAPABILITIES,
+            capabilities=self.capabilities,
         )
 
     # -- the writer's half ----------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change, Health
 from pdkv.endpoint.records import LocalRank, Planner
 from pdkv.endpoint.settings import check_backend
+from pdkv.endpoint.staging import StagingMemory
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
@@ -43,7 +44,7 @@ class Node:
     them must live until `close`, since peers write there. `aux` must be the buffers whose region
     `pool` names. `incarnation`: 16 random bytes, one per life of the engine, the same on all its
     ranks. `planner`: who pairs two layouts; nodes of one process may share one that remembers.
-    Takes ownership of `backend` and `control` and closes them.
+    `staging`: kernels and memory for slices of heads (docs/staging.md). Takes ownership of `backend` and `control` and closes them.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Node:
         threaded: bool = True,
         clock: Callable[[], float] = time.monotonic,
         planner: Planner = validate,
+        staging: StagingMemory | None = None,
     ) -> None:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
@@ -77,6 +79,7 @@ class Node:
         self._control = control
         self._clock = clock
         self._lives: set[bytes] = set()
+        self._staging = staging
         self._begin(pool, aux, incarnation)
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
@@ -234,6 +237,7 @@ class Node:
             ),
             aux=aux,
             clock=self._clock,
+            staging=self._staging,
         )
 
     def close(self) -> None:

@@ -41,6 +41,7 @@ class Peer:
     version: int = 0  # the protocol version that both speak
     pairing: Pairing | None = None
     route: Route | None = None
+    inbound: Route | None = None  # the other way, for what it stages here
     backend_key: str = ""
     grid: int = 0
     wants_greeting: bool = False  # I receive from this peer: it must have my Hello

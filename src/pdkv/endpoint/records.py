@@ -52,6 +52,7 @@ class Receiving:
     num_tokens: int = 0
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
+    stages_with: set[int] = field(default_factory=set)
 
     @property
     def ref(self) -> Identity:

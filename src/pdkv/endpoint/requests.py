@@ -15,9 +15,10 @@ from pdkv.endpoint.links import DECODE_PREFIX, Links
 from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.rooms import Rooms
+from pdkv.endpoint.staging import Staging
 from pdkv.endpoint.writes import Writes
 from pdkv.limits import Limits
-from pdkv.plan import Pairing
+from pdkv.plan import Pairing, Tag
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
 from pdkv.request.events import (
@@ -27,12 +28,17 @@ from pdkv.request.events import (
     Bind,
     Cancel,
     Event,
+    GrantsMade,
     PeerFailed,
     PeerQuiet,
     PeerReady,
     PostTag,
     ReceiverRequest,
+    ReturnGrant,
+    Scatter,
     SendToPeer,
+    TagArrived,
+    TagsReported,
     Tick,
     WriteEnded,
 )
@@ -78,6 +84,7 @@ class Requests:
         self._rank_id = rank_id
         self._limits = limits
         self._alarms = Alarms()
+        self.staging: Staging | None = None
         self.rooms = Rooms(
             links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
         )
@@ -91,6 +98,8 @@ class Requests:
     def _feed(self, owner: Receiving | Sending, event: Event, now: float) -> None:
         """Run one event through a machine, carry its actions out, report what changed."""
         machine = owner.machine
+        if self.staging is not None and isinstance(owner, Receiving):
+            self._note_staging(self.staging, owner, event, now)
         try:
             actions = machine.handle(event, now)
             for action in actions:
@@ -107,6 +116,45 @@ class Requests:
                 self._draining[owner.ref] = self.engine_of(owner)
             else:
                 self._draining.pop(owner.ref, None)
+            if self.staging is not None and change.poll.is_terminal:
+                self._stop_staging(self.staging, owner)
+
+    @staticmethod
+    def _stop_staging(staging: Staging, owner: Receiving | Sending) -> None:
+        if isinstance(owner, Receiving):
+            staging.drop(owner)
+
+    def _note_staging(self, staging: Staging, owner: Receiving, event: Event, now: float) -> None:
+        """What an event means for the staging pool, before the machine hears of it: regions that
+        can be had now ride on the TransferInfo that PeerReady lets go."""
+        machine = owner.machine
+        if machine.poll.is_terminal:
+            return
+        match event:
+            case PeerReady(peer) if machine.request is not None:
+                if self._ask_for_regions(staging, owner, machine.request, peer):
+                    grants = staging.make(self.receivers)
+                    mine = tuple(grants.pop(machine.identity, ()))
+                    for identity, others in grants.items():
+                        self.inbox.append((self.receivers[identity], GrantsMade(tuple(others))))
+                    if mine:
+                        self._feed(owner, GrantsMade(mine), now)
+            case TagArrived(tag, is_staged):
+                staging.arrived(owner, tag, is_staged=is_staged)
+            case TagsReported(peer, tags, _):
+                for component, chunk in tags:
+                    staging.arrived(owner, Tag(peer, component, chunk), is_staged=False)
+
+    def _ask_for_regions(
+        self, staging: Staging, owner: Receiving, request: ReceiverRequest, rank_id: int
+    ) -> bool:
+        """Once for each writer of a request; whether it was now."""
+        peer = self._links.get((owner.engine, rank_id))
+        if peer is None or peer.hello is None or rank_id in owner.stages_with:
+            return False
+        owner.stages_with.add(rank_id)
+        staging.ask(owner, peer, request)
+        return True
 
     def _carry_out(self, owner: Receiving | Sending, action: Action, now: float) -> None:
         match action:
@@ -117,6 +165,14 @@ class Requests:
             case PostTag():
                 assert isinstance(owner, Sending)
                 self._post(owner, action)
+            case Scatter():
+                assert isinstance(owner, Receiving)
+                assert self.staging is not None
+                self.staging.scatter(owner, action)
+            case ReturnGrant(grant):
+                assert self.staging is not None
+                self.staging.pool.give_back(grant)
+                self.staging.hand_out(self.receivers)
             case Abandon():
                 assert isinstance(owner, Sending)
                 for event in self._writes.abandon(owner):
@@ -128,7 +184,7 @@ class Requests:
             problem = f"no route to decode rank {post.peer}"
             self.inbox.append((owner, WriteEnded(post.peer, post.tag, problem)))
         else:
-            self._writes.queue(owner, peer, post.tag, post.ready)
+            self._writes.queue(owner, peer, post.tag, post.ready, post.grant)
 
     @staticmethod
     def engine_of(owner: Receiving | Sending) -> bytes:
@@ -187,6 +243,10 @@ class Requests:
                 if request.decode_prefix_len and peer and peer.hello and not _takes_prefix(peer):
                     self.inbox.append((owner, self._no_prefix(peer, request.decode_prefix_len)))
             self._feed(owner, Allocate(request), now)
+            if self.staging is not None:
+                for rank_id in owner.machine.writers:
+                    self._ask_for_regions(self.staging, owner, request, rank_id)
+                self.staging.hand_out(self.receivers)
             self._expect(owner, owner.machine.pairing, request)
 
     def _expect(self, owner: Receiving, pairing: Pairing, request: ReceiverRequest) -> None:

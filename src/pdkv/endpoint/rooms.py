@@ -14,6 +14,7 @@ import numpy as np
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerKey
 from pdkv.endpoint.records import Early, Graveyard, Receiving, Sending, Tombstone
+from pdkv.endpoint.staging import Staging
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
 from pdkv.protocol import (
@@ -59,6 +60,7 @@ class Rooms:
     ) -> None:
         self.by_identity: dict[Identity, Sending] = {}
         self.is_draining = False
+        self.staging: Staging | None = None
         self._links = links
         self._inbox = inbox
         self._rank_id = rank_id
@@ -154,7 +156,8 @@ class Rooms:
             self._links.let_go(replaced)
         peer.requests.add(asking.identity)
         if isinstance(asking, TransferInfo):
-            event: Event = InfoReceived(peer.rank_id, asking, peer.pairing)
+            prefers = self.staging.preferred(peer, asking) if self.staging else frozenset()
+            event: Event = InfoReceived(peer.rank_id, asking, peer.pairing, prefers)
         else:
             event = AnnounceReceived(peer.rank_id, asking, peer.pairing)
         self._inbox.append((owner, event))

@@ -18,11 +18,12 @@ from pdkv.errors import PdkvError
 from pdkv.interfaces import BackendLimits, ReadyEvent, TransferBackend
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
-from pdkv.protocol import Notification, Sent, encode_notification
+from pdkv.protocol import Notification, Sent, StageGrant, encode_notification
 from pdkv.request.events import WriteEnded
 
 if TYPE_CHECKING:
     from pdkv.endpoint.records import Sending
+    from pdkv.endpoint.staging import Staging
 
 __all__ = ["Writes", "split_runs"]
 
@@ -40,6 +41,8 @@ class _Write:
     tag: Tag
     ready: tuple[ReadyEvent, ...]
     is_aux: bool = False
+    grant: StageGrant | None = None
+    buffer: int | None = None
     parts: deque[Runs] | None = None
     num_in_flight: int = 0
     posted_at: float = 0.0
@@ -72,6 +75,8 @@ class Writes:
     def __init__(
         self, *, backend: TransferBackend, aux: AuxBuffers, clock: Callable[[], float]
     ) -> None:
+        self.staging: Staging | None = None
+        self._staged: set[tuple[int, int, Tag]] = set()
         self._backend = backend
         self._aux = aux
         self._clock = clock
@@ -80,11 +85,21 @@ class Writes:
         self._in_flight: dict[int, _Write] = {}
         self._ended: list[tuple[Sending, WriteEnded]] = []
 
-    def queue(self, owner: Sending, peer: Peer, tag: Tag, ready: tuple[ReadyEvent, ...]) -> None:
-        """Write this tag as soon as its source is ready and the backend has room."""
+    def queue(
+        self,
+        owner: Sending,
+        peer: Peer,
+        tag: Tag,
+        ready: tuple[ReadyEvent, ...],
+        grant: StageGrant | None = None,
+    ) -> None:
+        """Write this tag as soon as its source is ready and the backend has room: into its pages,
+        or gathered into the region of its grant."""
+        if grant is not None:
+            self._staged.add((owner.handle, peer.rank_id, tag))
         is_aux = tag.component == len(owner.machine.pages)
         lane = self._lanes.setdefault(peer.backend_key, _Lane())
-        lane.pending.append(_Write(owner, peer, tag, ready, is_aux))
+        lane.pending.append(_Write(owner, peer, tag, ready, is_aux, grant))
 
     def abandon(self, owner: Sending) -> list[WriteEnded]:
         """Drop what the backend has not got yet. Parts that it has got end by themselves."""
@@ -94,6 +109,8 @@ class Writes:
             if mine:
                 lane.pending = deque(w for w in lane.pending if w.owner is not owner)
                 dropped += [w for w in mine if not w.num_in_flight]
+        for write in dropped:
+            self._return_buffer(write)
         for write in self._in_flight.values():
             if write.owner is owner and write.parts:
                 write.fail("abandoned", quiet=True)
@@ -129,6 +146,8 @@ class Writes:
         if lane.num_in_flight >= self._lane_limit:
             return None
         for write in lane.pending:
+            if self._lacks_buffer(write):
+                continue
             try:
                 if write.must_wait or not all(event.query() for event in write.ready):
                     continue
@@ -138,10 +157,25 @@ class Writes:
             return write
         return None
 
+    def _lacks_buffer(self, write: _Write) -> bool:
+        """A staged tag that can't be gathered yet."""
+        if write.grant is None or write.parts is not None or self.staging is None:
+            return False
+        return not self.staging.has_buffer(write.peer.backend_key)
+
+    def _return_buffer(self, write: _Write) -> None:
+        """Of an unsettled write the buffer stays out: the engine may still read it."""
+        if write.buffer is not None and write.quiet:
+            assert self.staging is not None
+            self.staging.return_buffer(write.buffer)
+            write.buffer = None
+
     def _post_part(self, lane: _Lane, write: _Write) -> bool:
         """Post the next part; False when the backend is full."""
         if write.parts is None:
             self._plan(write)
+            if write.ready:  # its gather is under way
+                return True
         if write.parts:
             try:
                 if not self._hand_over(lane, write):
@@ -177,7 +211,9 @@ class Writes:
             return b""
         identity = write.owner.machine.identity
         assert identity is not None
-        return encode_notification(Notification(identity, write.tag))
+        return encode_notification(
+            Notification(identity, write.tag, is_staged=write.grant is not None)
+        )
 
     @staticmethod
     def _count(write: _Write, runs: Runs) -> None:
@@ -192,12 +228,22 @@ class Writes:
     def _plan(self, write: _Write) -> None:
         started = self._clock()
         try:
-            write.parts = deque(split_runs(self._runs(write), self._backend.limits))
+            runs = self._runs(write) if write.grant is None else self._gather(write, write.grant)
+            write.parts = deque(split_runs(runs, self._backend.limits))
         except PdkvError as error:
             write.fail(str(error), quiet=True)
         except Exception as error:  # a fault of this library; nothing was moved
             write.fail(f"{type(error).__name__}: {error}", quiet=True)
         write.owner.stats.plan_s += self._clock() - started
+
+    def _gather(self, write: _Write, grant: StageGrant) -> Runs:
+        """Start to gather; the one large write that may go once `ready` has fired."""
+        assert self.staging is not None
+        gathered = self.staging.gather(write.owner, write.peer, write.tag, grant)
+        write.buffer, nbytes, event = gathered
+        write.ready = (event,)
+        write.owner.stats.num_tags += 1
+        return Runs(*(np.array([x], np.uint64) for x in (write.buffer, grant.address, nbytes)))
 
     def _runs(self, write: _Write) -> Runs:
         machine, route, tag = write.owner.machine, write.peer.route, write.tag
@@ -255,15 +301,20 @@ class Writes:
             stats.wire_s += now - write.posted_at
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
+        self._return_buffer(write)
         event = WriteEnded(write.peer.rank_id, write.tag, write.error, write.quiet)
         self._ended.append((write.owner, event))
 
     def delivered(self, write_owner: Sending, event: WriteEnded) -> Sent | None:
         """What to tell the reader where the backend has no notifications of its own."""
         identity = write_owner.machine.identity
+        key = (write_owner.handle, event.peer, event.tag)
+        is_staged = key in self._staged
+        self._staged.discard(key)
         if self._backend.capabilities.notifications or event.error or identity is None:
             return None
-        return Sent(identity, ((event.tag.component, event.tag.chunk),))
+        pairs = ((event.tag.component, event.tag.chunk),)
+        return Sent(identity, (), pairs) if is_staged else Sent(identity, pairs)
 
 
 def split_runs(runs: Runs, limits: BackendLimits) -> list[Runs]:

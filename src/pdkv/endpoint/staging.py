@@ -1,0 +1,245 @@
+"""Staging of one node: which tags prefer it, buffers to gather into, regions to grant, scatters.
+
+Joins the pure pool (`pdkv.pool.staging`) with kernels that the engine chose. A node without
+`StagingMemory` stages nothing, and says so in its Hello by saying nothing. Refuses to know how
+kernels move bytes and when a tag is posted. Layer 5.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from pdkv.endpoint.links import Links
+from pdkv.endpoint.peers import Peer
+from pdkv.endpoint.records import LocalRank, Receiving, Sending
+from pdkv.errors import ConfigError
+from pdkv.interfaces import CopyKernels, ReadyEvent
+from pdkv.layout import MemoryRegion, PoolLayout
+from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
+from pdkv.pool.staging import SendBuffers, StagingPool
+from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo
+from pdkv.request.events import Event, GrantsMade, ReceiverRequest, Scatter, Scattered
+
+__all__ = ["Staging", "StagingMemory"]
+
+_CAPABILITY = "staging="
+_BUFFER_SHARE = 2  # one peer gets at most this part of the send buffers
+
+Inbox = deque[tuple[Receiving | Sending, Event]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StagingMemory:
+    """What an engine gives a node so that it can stage.
+
+    kernels: what gathers and scatters; they must reach the pool's memory and both regions.
+    regions: memory that peers write into, cut into `num_regions`. buffers: memory to gather into,
+        cut into `num_buffers`, two at least so that one fills while another is written.
+    cost: what chooses between the ways; `python -m pdkv bench` measures its constants.
+    """
+
+    kernels: CopyKernels
+    regions: MemoryRegion
+    buffers: MemoryRegion
+    num_regions: int = 16
+    num_buffers: int = 4
+    cost: CostModel = field(default_factory=CostModel)
+
+    @property
+    def region_nbytes(self) -> int:
+        """Bytes of one region."""
+        return self.regions.nbytes // self.num_regions // 64 * 64
+
+    @property
+    def buffer_nbytes(self) -> int:
+        """Bytes of one send buffer."""
+        return self.buffers.nbytes // self.num_buffers // 64 * 64
+
+    def added_to(self, pool: PoolLayout) -> PoolLayout:
+        """The pool's description with this memory, for `Node`: it is registered with the rest."""
+        regions = (*pool.regions, self.regions, self.buffers)
+        return msgspec.structs.replace(pool, regions=regions)
+
+
+class Staging:
+    """Everything that a node keeps for staging, in both roles."""
+
+    def __init__(
+        self, memory: StagingMemory, *, local: LocalRank, links: Links, inbox: Inbox
+    ) -> None:
+        missing = [r for r in (memory.regions, memory.buffers) if r not in local.pool.regions]
+        if missing:
+            raise ConfigError("the pool must name the staging memory: see StagingMemory.added_to")
+        self._memory = memory
+        self._local = local
+        self._links = links
+        self._inbox = inbox
+        links.capabilities += (f"{_CAPABILITY}{memory.region_nbytes}",)
+        self._buffers = SendBuffers(
+            address=memory.buffers.address,
+            buffer_nbytes=memory.buffer_nbytes,
+            num_buffers=memory.num_buffers,
+        )
+        self._lent: dict[int, str] = {}
+        self.pool = StagingPool(
+            address=memory.regions.address,
+            region_nbytes=memory.region_nbytes,
+            num_regions=memory.num_regions,
+        )
+        self._scatters: list[tuple[Receiving, Tag, ReadyEvent]] = []
+
+    # -- what a writer does -----------------------------------------------------------------------
+
+    def preferred(self, peer: Peer, info: TransferInfo) -> frozenset[Tag]:
+        """The tags of a request that had better be staged to this reader."""
+        limit = min(_offered(peer.hello), self._memory.buffer_nbytes)
+        if peer.route is None or peer.pairing is None or info.is_dummy or not limit:
+            return frozenset()
+        lengths = (info.decode_prefix_len, info.num_tokens)
+        tags = peer.pairing.writer_tags(self._local.rank_id, peer.rank_id, *lengths)
+        sizes = self._sizes(peer.route, tags, *lengths)
+        return frozenset(tag for tag, nbytes in sizes.items() if nbytes <= limit)
+
+    def has_buffer(self, backend_key: str) -> bool:
+        """Whether a tag to this peer may be gathered now."""
+        held = Counter(self._lent.values())[backend_key]
+        share = max(1, self._memory.num_buffers // _BUFFER_SHARE)
+        return bool(self._buffers.available) and held < share
+
+    def gather(
+        self, owner: Sending, peer: Peer, tag: Tag, grant: StageGrant
+    ) -> tuple[int, int, ReadyEvent]:
+        """Start to gather a tag: (address of its buffer, bytes, event). PdkvError if it can't."""
+        route, info = peer.route, owner.machine.infos[peer.rank_id]
+        assert route is not None
+        lengths = {"decode_prefix_len": info.decode_prefix_len, "num_tokens": info.num_tokens}
+        nbytes = staged_nbytes(route, tag, **lengths)
+        if nbytes > grant.nbytes:
+            raise ConfigError(f"{tag} has {nbytes} bytes, its region {grant.nbytes}")
+        address = self._buffers.take(nbytes)
+        assert address is not None, "has_buffer said that there is one"
+        self._lent[address] = peer.backend_key
+        own = self._local.layout.kv.own_page_components
+        pages = owner.machine.pages[tag.component if tag.component in own else 0]
+        try:
+            copies = gather_copies(route, tag, **lengths, src_page_ids=pages, region=address)
+            return address, nbytes, self._memory.kernels.copy(copies)
+        except BaseException:
+            self.return_buffer(address)
+            raise
+
+    def return_buffer(self, address: int) -> None:
+        """Nothing reads this buffer any more."""
+        del self._lent[address]
+        self._buffers.give_back(address)
+
+    # -- what a reader does -----------------------------------------------------------------------
+
+    def ask(self, owner: Receiving, peer: Peer, request: ReceiverRequest) -> None:
+        """Want regions for what this writer had better stage; grants come as events."""
+        pairing, me = owner.machine.pairing, self._local.rank_id
+        if peer.hello is None or peer.rank_id not in owner.machine.writers:
+            return
+        if peer.inbound is None:
+            peer.inbound = pairing.route(peer.rank_id, me, peer.hello.pool, self._local.pool)
+        lengths = (request.decode_prefix_len, request.num_tokens)
+        tags = pairing.writer_tags(peer.rank_id, me, *lengths)
+        sizes = self._sizes(peer.inbound, tags, *lengths)
+        self.pool.ask(request.identity, peer.key, sizes.items())
+
+    def make(self, receivers: Mapping[Identity, Receiving]) -> dict[Identity, list[StageGrant]]:
+        """Grants that can be made now, by request; those of requests that are gone come back."""
+        made: dict[Identity, list[StageGrant]] = {}
+        for identity, grant in self.pool.make():
+            if identity in receivers:
+                made.setdefault(identity, []).append(grant)
+            else:
+                self.pool.give_back(grant)
+        return made
+
+    def hand_out(self, receivers: Mapping[Identity, Receiving]) -> None:
+        """Make grants and tell the requests."""
+        for identity, grants in self.make(receivers).items():
+            self._inbox.append((receivers[identity], GrantsMade(tuple(grants))))
+
+    def arrived(self, owner: Receiving, tag: Tag, *, is_staged: bool) -> None:
+        """A tag came: its request is running, and a direct one wants no region any more."""
+        key, identity = (owner.engine, tag.writer), owner.machine.identity
+        self.pool.start(identity, key)
+        if not is_staged:
+            self.pool.withdraw(identity, key, tag)
+
+    def scatter(self, owner: Receiving, action: Scatter) -> None:
+        """Start to scatter; `poll` tells its end, also after an error."""
+        request, tag = owner.machine.request, action.tag
+        assert request is not None
+        own = self._local.layout.kv.own_page_components
+        ids = request.dst_page_ids
+        if tag.component in own:
+            ids = request.dst_state_ids[own.index(tag.component)]
+        peer = self._links.get((owner.engine, tag.writer))
+        try:
+            assert peer is not None
+            assert peer.inbound is not None
+            copies = scatter_copies(
+                peer.inbound,
+                tag,
+                decode_prefix_len=request.decode_prefix_len,
+                num_tokens=request.num_tokens,
+                dst_page_ids=np.frombuffer(ids, "<i4"),
+                region=action.grant.address,
+            )
+            event = self._memory.kernels.copy(copies)
+        except Exception as error:  # nothing was moved
+            self._inbox.append((owner, Scattered(tag, f"{type(error).__name__}: {error}")))
+        else:
+            self._scatters.append((owner, tag, event))
+
+    def poll(self) -> bool:
+        """Tell of scatters whose event has fired; True when there was one."""
+        waiting = []
+        for owner, tag, event in self._scatters:
+            try:
+                is_done, error = event.query(), ""
+            except Exception as problem:
+                is_done, error = True, f"{type(problem).__name__}: {problem}"
+            if is_done:
+                self._inbox.append((owner, Scattered(tag, error)))
+            else:
+                waiting.append((owner, tag, event))
+        is_news = len(waiting) < len(self._scatters)
+        self._scatters = waiting
+        return is_news
+
+    def drop(self, owner: Receiving) -> None:
+        """A request has its outcome: it wants no further region."""
+        for rank_id in owner.machine.writers:
+            self.pool.drop(owner.machine.identity, (owner.engine, rank_id))
+
+    def _sizes(
+        self, route: Route, tags: Iterable[Tag], decode_prefix_len: int, num_tokens: int
+    ) -> dict[Tag, int]:
+        """Bytes in a region of each tag that the cost model would stage."""
+        num_components = len(self._local.layout.kv.components)
+        lengths = {"decode_prefix_len": decode_prefix_len, "num_tokens": num_tokens}
+        found: dict[Tag, int] = {}
+        for tag in tags:
+            if tag.component < num_components:
+                estimate = route.estimate(tag, **lengths)
+                if self._memory.cost.choose(estimate) == "staged":
+                    found[tag] = staged_nbytes(route, tag, **lengths)
+        return found
+
+
+def _offered(hello: Hello | None) -> int:
+    """Bytes of a region at a reader; 0 where it stages nothing."""
+    for text in hello.capabilities if hello is not None else ():
+        number = text.removeprefix(_CAPABILITY)
+        if number != text and number.isascii() and number.isdigit():
+            return int(number)
+    return 0

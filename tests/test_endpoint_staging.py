@@ -1,0 +1,293 @@
+"""Slices of heads by way of staging regions, through the real endpoints, a step at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+import test_endpoint as plain
+from pdkv.endpoint import Released, RequestFailed, Succeeded
+from pdkv.errors import ConfigError
+from pdkv.interfaces import ReadyEvent
+from pdkv.kernels.cpu import CpuKernels
+from pdkv.limits import Limits
+from pdkv.plan import CostModel, TableCopy
+from support import Engine, StagingSetting, World, model_cache, small_layout
+
+NUM_TOKENS = 30
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
+    yield world
+    world.close()
+
+
+def pair(
+    world: World,
+    src_tp: int = 1,
+    dst_tp: int = 3,
+    *,
+    order: str = "NHD",
+    src: StagingSetting | None = None,
+    dst: StagingSetting | None = None,
+) -> tuple[Engine, Engine]:
+    prefill = world.engine("prefill", small_layout(tp_size=src_tp), staging=src or StagingSetting())
+    decode = world.engine(
+        "decode", small_layout(tp_size=dst_tp), order=order, staging=dst or StagingSetting()
+    )
+    return prefill, decode
+
+
+def send(prefill: Engine, decode: Engine, room: int = 1, seed: int = 0) -> tuple[dict, np.ndarray]:
+    """One request from both schedulers; the cache, and decode's pages."""
+    src_pages = plain.pages_of(NUM_TOKENS, 10 + seed)
+    dst_pages = np.roll(plain.pages_of(4 * 32, 20), 8 * room)[: len(src_pages)]
+    cache = model_cache(prefill.layout, NUM_TOKENS, seed)
+    plain.compute(prefill, cache, src_pages)
+    for endpoint in decode.decode:
+        endpoint.submit(
+            room=room,
+            attempt=room,
+            prefill=prefill.record,
+            num_tokens=NUM_TOKENS,
+            page_ids=dst_pages,
+            aux_index=room,
+        )
+    for endpoint in prefill.prefill:
+        handle = endpoint.open(room=room, num_tokens=NUM_TOKENS)
+        endpoint.send(handle, tokens=range(NUM_TOKENS), page_ids=src_pages)
+        endpoint.finish(handle, aux_index=room)
+    return cache, dst_pages
+
+
+def is_whole(engine: Engine) -> bool:
+    """No region is out, and no buffer."""
+    for node in engine.nodes:
+        staging = node.core.requests.staging
+        assert staging is not None
+        staging.pool.check()
+        if staging.pool.available != staging.pool.num_regions or staging.pool.num_waiting:
+            return False
+        if staging._buffers.available != staging._buffers.num_buffers:
+            return False
+    return True
+
+
+@pytest.mark.parametrize("order", ["NHD", "HND"])
+@pytest.mark.parametrize(("src_tp", "dst_tp"), [(1, 3), (3, 1), (2, 3), (3, 2)])
+def test_staged_slices_end_in_their_pages(
+    world: World, src_tp: int, dst_tp: int, order: str
+) -> None:
+    prefill, decode = pair(world, src_tp, dst_tp, order=order)
+    cache, pages = send(prefill, decode)
+    world.run(60)
+    assert len(decode.events(Succeeded)) == 1
+    assert len(prefill.events(Succeeded)) == 1
+    plain.check(decode, cache, pages, 0, NUM_TOKENS)
+    assert any(array.any() and (array != 0xA5).any() for array in staged_memory(decode))
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+def staged_memory(engine: Engine) -> list[np.ndarray]:
+    """Contents of the regions of all ranks."""
+    found = []
+    for node in engine.nodes:
+        region = node._staging.regions  # type: ignore[union-attr]
+        address = (np.ctypeslib.ctypes.c_uint8 * region.nbytes).from_address(region.address)
+        found.append(np.frombuffer(address, np.uint8))
+    return found
+
+
+def test_a_staged_tag_is_one_descriptor(world: World) -> None:
+    prefill, decode = pair(world)
+    send(prefill, decode)
+    world.run(60)
+    (event,) = prefill.events(Succeeded)
+    # 3 readers, 4 transfer chunks each; beside them go the aux rows, which are not counted.
+    assert event.stats.num_descriptors == 12
+
+
+def test_a_reader_without_staging_gets_direct_writes(world: World) -> None:
+    prefill = world.engine("prefill", small_layout(), staging=StagingSetting())
+    decode = world.engine("decode", small_layout(tp_size=3))
+    cache, pages = send(prefill, decode)
+    world.run(60)
+    assert len(decode.events(Succeeded)) == 1
+    plain.check(decode, cache, pages, 0, NUM_TOKENS)
+    assert is_whole(prefill)
+
+
+def test_a_writer_without_staging_writes_directly_and_the_regions_come_back(world: World) -> None:
+    prefill = world.engine("prefill", small_layout())
+    decode = world.engine("decode", small_layout(tp_size=3), staging=StagingSetting())
+    cache, pages = send(prefill, decode)
+    world.run(60)
+    assert len(decode.events(Succeeded)) == 1
+    plain.check(decode, cache, pages, 0, NUM_TOKENS)
+    assert is_whole(decode)
+
+
+def test_what_is_cheaper_directly_asks_for_no_region(world: World) -> None:
+    cheap = CostModel(descriptor_s=0.0, staged_s=1.0)
+    prefill, decode = pair(world, src=StagingSetting(cost=cheap), dst=StagingSetting(cost=cheap))
+    send(prefill, decode)
+    world.run(60)
+    (event,) = prefill.events(Succeeded)
+    assert event.stats.num_descriptors > 12
+    assert all((array == 0xA5).all() for array in staged_memory(decode))
+
+
+def test_tags_larger_than_a_region_go_directly(world: World) -> None:
+    small = StagingSetting(region_nbytes=256)
+    prefill, decode = pair(world, dst=small)
+    cache, pages = send(prefill, decode)
+    world.run(60)
+    assert len(decode.events(Succeeded)) == 1
+    plain.check(decode, cache, pages, 0, NUM_TOKENS)
+    assert all((array == 0xA5).all() for array in staged_memory(decode))
+
+
+def test_more_requests_than_regions_are_all_served_and_none_waits_long(world: World) -> None:
+    few = StagingSetting(num_regions=2)
+    prefill, decode = pair(world, dst=few, src=StagingSetting(num_buffers=2))
+    sent = [send(prefill, decode, room, seed=0) for room in (1, 2, 3)]
+    world.run(300)
+    assert len(decode.events(Succeeded)) == 3
+    cache = sent[0][0]
+    for _, pages in sent:
+        for rank_id in range(3):
+            heads = plain.heads_of(decode.layout, rank_id)
+            for (field, layer), values in cache.items():
+                got = plain.view(decode, rank_id, field, layer, pages).numpy()
+                want = values[:, heads.start : heads.stop]
+                np.testing.assert_array_equal(got[:NUM_TOKENS], want)
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+class BrokenKernels(CpuKernels):
+    """Refuses to copy from or to staging."""
+
+    def copy(self, copies: Sequence[TableCopy]) -> ReadyEvent:  # type: ignore[override]
+        raise ConfigError("the kernel is broken")
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_a_kernel_that_fails_fails_its_request_and_loses_no_region(world: World, side: str) -> None:
+    broken = {side: StagingSetting(kernels=BrokenKernels())}
+    prefill, decode = pair(world, **broken)  # type: ignore[arg-type]
+    send(prefill, decode)
+    world.run(200)
+    (failed,) = decode.events(RequestFailed)
+    assert "the kernel is broken" in failed.cause
+    assert decode.events(Released)
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+class SlowEvent:
+    """Fires when its test says so."""
+
+    def __init__(self, kernels: SlowKernels) -> None:
+        self._kernels = kernels
+
+    def query(self) -> bool:
+        return self._kernels.is_released
+
+
+class SlowKernels(CpuKernels):
+    """Copies at once, and says so late, as a busy device would."""
+
+    is_released = False
+
+    def copy(self, copies: Sequence[TableCopy]) -> ReadyEvent:  # type: ignore[override]
+        super().copy(copies)
+        return SlowEvent(self)
+
+
+@pytest.mark.parametrize("side", ["src", "dst"])
+def test_nothing_counts_before_the_event_of_its_copy_has_fired(world: World, side: str) -> None:
+    slow = SlowKernels()
+    prefill, decode = pair(world, **{side: StagingSetting(kernels=slow)})  # type: ignore[arg-type]
+    send(prefill, decode)
+    world.run(60)
+    assert not decode.events(Succeeded)
+    assert not is_whole(decode)
+    slow.is_released = True
+    world.run(60)
+    assert len(decode.events(Succeeded)) == 1
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_an_abort_at_any_time_gives_all_regions_and_buffers_back(
+    world: World, num_steps: int
+) -> None:
+    prefill, decode = pair(world)
+    send(prefill, decode)
+    world.run(num_steps)
+    (identity,) = decode.nodes[0].core.requests.receivers
+    for endpoint in decode.decode:
+        endpoint.abort(identity)
+    world.run(200)
+    assert decode.events(RequestFailed)
+    assert decode.events(Released)
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+def test_memory_is_not_released_while_an_own_scatter_runs(world: World) -> None:
+    slow = SlowKernels()
+    prefill, decode = pair(world, dst=StagingSetting(kernels=slow))
+    send(prefill, decode)
+    world.run(60)
+    (identity,) = decode.nodes[0].core.requests.receivers
+    for endpoint in decode.decode:
+        endpoint.abort(identity)
+    world.run(60)
+    assert decode.events(RequestFailed)
+    assert not decode.events(Released)
+    slow.is_released = True
+    world.run(60)
+    assert decode.events(Released)
+    assert is_whole(decode)
+
+
+def test_a_request_that_is_announced_gets_its_regions_with_its_pages(world: World) -> None:
+    prefill, decode = pair(world)
+    src_pages, dst_pages = plain.pages_of(NUM_TOKENS, 1), plain.pages_of(NUM_TOKENS, 2)
+    cache = model_cache(prefill.layout, NUM_TOKENS, 3)
+    plain.compute(prefill, cache, src_pages)
+    identities = [
+        endpoint.announce(room=1, attempt=1, prefill=prefill.record, num_tokens=NUM_TOKENS)
+        for endpoint in decode.decode
+    ]
+    for endpoint in prefill.prefill:
+        handle = endpoint.open(room=1, num_tokens=NUM_TOKENS)
+        endpoint.send(handle, tokens=range(NUM_TOKENS), page_ids=src_pages)
+        endpoint.finish(handle, aux_index=1)
+    world.run(60)
+    for endpoint, identity in zip(decode.decode, identities, strict=True):
+        endpoint.allocate(identity, page_ids=dst_pages, aux_index=1)
+    world.run(100)
+    assert len(decode.events(Succeeded)) == 1
+    plain.check(decode, cache, dst_pages, 0, NUM_TOKENS)
+    assert any((array != 0xA5).any() for array in staged_memory(decode))
+    assert is_whole(decode)
+    assert is_whole(prefill)
+
+
+def test_staging_memory_must_be_part_of_the_pool(world: World) -> None:
+    from pdkv.endpoint.staging import Staging
+
+    engine = world.engine("decode", small_layout())
+    node = engine.nodes[0]
+    local = node.core.links._local
+    with pytest.raises(ConfigError, match="added_to"):
+        Staging(StagingSetting().memory(), local=local, links=node.core.links, inbox=None)  # type: ignore[arg-type]
