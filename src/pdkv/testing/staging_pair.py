@@ -188,7 +188,7 @@ class WriterSide:
     ) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.wait(_DEADLINE_S)
         if self._process.stdout is not None:
             self._process.stdout.close()
         self.backend.close()
