@@ -228,6 +228,14 @@ class WriterSide:
         columns = (self.buffers[0], self.regions[0], self.staged_nbytes(tag))
         self._write(Runs(*(np.array([value], np.uint64) for value in columns)), b"N")
 
+    def round_trip(self) -> None:
+        """What any write costs beside its bytes: 64 of them, and the reader's word that they came."""
+        self._say(command="receive", num_tags=1)
+        self._hear()
+        columns = (self.buffers[0], self.regions[0], 64)
+        self._write(Runs(*(np.array([value], np.uint64) for value in columns)), b"D0")
+        self._hear()
+
     def scatter_seconds(self, rounds: int) -> float:
         """Median time of the reader's scatter of the first tag."""
         self._say(command="scatter", rounds=rounds)
