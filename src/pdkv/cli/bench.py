@@ -36,10 +36,9 @@ def measure(setting: Setting, rounds: int) -> CostModel:
         direct_s = statistics.median(writer.write("direct") for _ in range(rounds))
         staged_s = statistics.median(writer.write("staged") for _ in range(rounds))
     wire = nbytes / wire_s
+    runs_s = direct_s - both_s - estimate.nbytes / wire
     return CostModel(
-        descriptor_s=max(
-            1e-9, (direct_s - both_s - estimate.nbytes / wire) / estimate.num_descriptors
-        ),
+        descriptor_s=max(1e-9, runs_s / estimate.num_descriptors),
         wire_nbytes_per_s=wire,
         gather_nbytes_per_s=nbytes / gather_s,
         scatter_nbytes_per_s=nbytes / scatter_s,

@@ -44,7 +44,8 @@ class Node:
     them must live until `close`, since peers write there. `aux` must be the buffers whose region
     `pool` names. `incarnation`: 16 random bytes, one per life of the engine, the same on all its
     ranks. `planner`: who pairs two layouts; nodes of one process may share one that remembers.
-    `staging`: kernels and memory for slices of heads (docs/staging.md). Takes ownership of `backend` and `control` and closes them.
+    `staging`: kernels and memory for slices of heads (docs/staging.md). Takes ownership
+    of `backend` and `control` and closes them.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ from pdkv.endpoint.rooms import Rooms
 from pdkv.endpoint.staging import Staging
 from pdkv.endpoint.writes import Writes
 from pdkv.limits import Limits
-from pdkv.plan import Pairing, Tag
+from pdkv.plan import Pairing
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
 from pdkv.request.events import (
@@ -28,7 +28,6 @@ from pdkv.request.events import (
     Bind,
     Cancel,
     Event,
-    GrantsMade,
     PeerFailed,
     PeerQuiet,
     PeerReady,
@@ -37,8 +36,6 @@ from pdkv.request.events import (
     ReturnGrant,
     Scatter,
     SendToPeer,
-    TagArrived,
-    TagsReported,
     Tick,
     WriteEnded,
 )
@@ -99,7 +96,8 @@ class Requests:
         """Run one event through a machine, carry its actions out, report what changed."""
         machine = owner.machine
         if self.staging is not None and isinstance(owner, Receiving):
-            self._note_staging(self.staging, owner, event, now)
+            for first in self.staging.before(owner, event, self.receivers):
+                self._feed(owner, first, now)
         try:
             actions = machine.handle(event, now)
             for action in actions:
@@ -116,45 +114,8 @@ class Requests:
                 self._draining[owner.ref] = self.engine_of(owner)
             else:
                 self._draining.pop(owner.ref, None)
-            if self.staging is not None and change.poll.is_terminal:
-                self._stop_staging(self.staging, owner)
-
-    @staticmethod
-    def _stop_staging(staging: Staging, owner: Receiving | Sending) -> None:
-        if isinstance(owner, Receiving):
-            staging.drop(owner)
-
-    def _note_staging(self, staging: Staging, owner: Receiving, event: Event, now: float) -> None:
-        """What an event means for the staging pool, before the machine hears of it: regions that
-        can be had now ride on the TransferInfo that PeerReady lets go."""
-        machine = owner.machine
-        if machine.poll.is_terminal:
-            return
-        match event:
-            case PeerReady(peer) if machine.request is not None:
-                if self._ask_for_regions(staging, owner, machine.request, peer):
-                    grants = staging.make(self.receivers)
-                    mine = tuple(grants.pop(machine.identity, ()))
-                    for identity, others in grants.items():
-                        self.inbox.append((self.receivers[identity], GrantsMade(tuple(others))))
-                    if mine:
-                        self._feed(owner, GrantsMade(mine), now)
-            case TagArrived(tag, is_staged):
-                staging.arrived(owner, tag, is_staged=is_staged)
-            case TagsReported(peer, tags, _):
-                for component, chunk in tags:
-                    staging.arrived(owner, Tag(peer, component, chunk), is_staged=False)
-
-    def _ask_for_regions(
-        self, staging: Staging, owner: Receiving, request: ReceiverRequest, rank_id: int
-    ) -> bool:
-        """Once for each writer of a request; whether it was now."""
-        peer = self._links.get((owner.engine, rank_id))
-        if peer is None or peer.hello is None or rank_id in owner.stages_with:
-            return False
-        owner.stages_with.add(rank_id)
-        staging.ask(owner, peer, request)
-        return True
+            if self.staging is not None and machine.poll.is_terminal:
+                self.staging.drop(owner)
 
     def _carry_out(self, owner: Receiving | Sending, action: Action, now: float) -> None:
         match action:
@@ -244,9 +205,7 @@ class Requests:
                     self.inbox.append((owner, self._no_prefix(peer, request.decode_prefix_len)))
             self._feed(owner, Allocate(request), now)
             if self.staging is not None:
-                for rank_id in owner.machine.writers:
-                    self._ask_for_regions(self.staging, owner, request, rank_id)
-                self.staging.hand_out(self.receivers)
+                self.staging.ask_all(owner, request, self.receivers)
             self._expect(owner, owner.machine.pairing, request)
 
     def _expect(self, owner: Receiving, pairing: Pairing, request: ReceiverRequest) -> None:

@@ -23,7 +23,16 @@ from pdkv.layout import MemoryRegion, PoolLayout
 from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
 from pdkv.pool.staging import SendBuffers, StagingPool
 from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo
-from pdkv.request.events import Event, GrantsMade, ReceiverRequest, Scatter, Scattered
+from pdkv.request.events import (
+    Event,
+    GrantsMade,
+    PeerReady,
+    ReceiverRequest,
+    Scatter,
+    Scattered,
+    TagArrived,
+    TagsReported,
+)
 
 __all__ = ["Staging", "StagingMemory"]
 
@@ -140,19 +149,54 @@ class Staging:
 
     # -- what a reader does -----------------------------------------------------------------------
 
-    def ask(self, owner: Receiving, peer: Peer, request: ReceiverRequest) -> None:
-        """Want regions for what this writer had better stage; grants come as events."""
+    def before(
+        self, owner: Receiving, event: Event, receivers: Mapping[Identity, Receiving]
+    ) -> list[GrantsMade]:
+        """What an event means for the pool, and what the machine must hear before it: regions that
+        can be had now ride on the TransferInfo that PeerReady lets go."""
+        machine = owner.machine
+        if machine.poll.is_terminal:
+            return []
+        match event:
+            case PeerReady(peer) if machine.request is not None:
+                if self._ask(owner, machine.request, peer):
+                    made = self._made(receivers)
+                    mine = made.pop(machine.identity, [])
+                    self._tell(made, receivers)
+                    return [GrantsMade(tuple(mine))] if mine else []
+            case TagArrived(tag, is_staged):
+                self._arrived(owner, tag, is_staged=is_staged)
+            case TagsReported(peer, tags, _):
+                for component, chunk in tags:
+                    self._arrived(owner, Tag(peer, component, chunk), is_staged=False)
+        return []
+
+    def ask_all(
+        self, owner: Receiving, request: ReceiverRequest, receivers: Mapping[Identity, Receiving]
+    ) -> None:
+        """An announced request has pages now: want regions from every writer that is ready."""
+        for rank_id in sorted(owner.machine.writers):
+            self._ask(owner, request, rank_id)
+        self.hand_out(receivers)
+
+    def _ask(self, owner: Receiving, request: ReceiverRequest, rank_id: int) -> bool:
+        """Want regions for what this writer had better stage, once; whether it was now."""
         pairing, me = owner.machine.pairing, self._local.rank_id
-        if peer.hello is None or peer.rank_id not in owner.machine.writers:
-            return
+        peer = self._links.get((owner.engine, rank_id))
+        if peer is None or peer.hello is None or rank_id in owner.stages_with:
+            return False
+        owner.stages_with.add(rank_id)
+        if rank_id not in owner.machine.writers:
+            return False
         if peer.inbound is None:
             peer.inbound = pairing.route(peer.rank_id, me, peer.hello.pool, self._local.pool)
         lengths = (request.decode_prefix_len, request.num_tokens)
         tags = pairing.writer_tags(peer.rank_id, me, *lengths)
         sizes = self._sizes(peer.inbound, tags, *lengths)
         self.pool.ask(request.identity, peer.key, sizes.items())
+        return True
 
-    def make(self, receivers: Mapping[Identity, Receiving]) -> dict[Identity, list[StageGrant]]:
+    def _made(self, receivers: Mapping[Identity, Receiving]) -> dict[Identity, list[StageGrant]]:
         """Grants that can be made now, by request; those of requests that are gone come back."""
         made: dict[Identity, list[StageGrant]] = {}
         for identity, grant in self.pool.make():
@@ -164,10 +208,15 @@ class Staging:
 
     def hand_out(self, receivers: Mapping[Identity, Receiving]) -> None:
         """Make grants and tell the requests."""
-        for identity, grants in self.make(receivers).items():
+        self._tell(self._made(receivers), receivers)
+
+    def _tell(
+        self, made: dict[Identity, list[StageGrant]], receivers: Mapping[Identity, Receiving]
+    ) -> None:
+        for identity, grants in made.items():
             self._inbox.append((receivers[identity], GrantsMade(tuple(grants))))
 
-    def arrived(self, owner: Receiving, tag: Tag, *, is_staged: bool) -> None:
+    def _arrived(self, owner: Receiving, tag: Tag, *, is_staged: bool) -> None:
         """A tag came: its request is running, and a direct one wants no region any more."""
         key, identity = (owner.engine, tag.writer), owner.machine.identity
         self.pool.start(identity, key)
@@ -216,8 +265,10 @@ class Staging:
         self._scatters = waiting
         return is_news
 
-    def drop(self, owner: Receiving) -> None:
+    def drop(self, owner: Receiving | Sending) -> None:
         """A request has its outcome: it wants no further region."""
+        if isinstance(owner, Sending):
+            return
         for rank_id in owner.machine.writers:
             self.pool.drop(owner.machine.identity, (owner.engine, rank_id))
 

@@ -229,7 +229,7 @@ class WriterSide:
         self._write(Runs(*(np.array([value], np.uint64) for value in columns)), b"N")
 
     def round_trip(self) -> None:
-        """What any write costs beside its bytes: 64 of them, and the reader's word that they came."""
+        """What any write costs beside its bytes: 64 of them, until the reader says they came."""
         self._say(command="receive", num_tags=1)
         self._hear()
         columns = (self.buffers[0], self.regions[0], 64)
