@@ -16,7 +16,7 @@ from sim_pairs import every_pair, inject_once, pairs_of_the_corpus
 from sim_plants import PLANTS, Plant
 
 NUM_SEEDS = 10_000
-BATCH_S = 75.0
+BATCH_S = 55.0
 ROLLING_S = 10.0
 MOST_SEEDS = 600
 
@@ -67,7 +67,7 @@ def test_fixed_seeds_and_a_rolling_batch() -> None:
     print(f"\n{report.num_seeds} fixed seeds, {rolling.num_seeds} rolling: {report.num_requests}")
     print(f"requests, {report.num_deliveries} deliveries, {rate:.0f}/s on all cores")
     print(report.histogram())
-    assert report.num_seeds >= 200
+    assert report.num_seeds >= 100
     rare = {kind: report.effects[kind] / report.num_seeds for kind in FAULT_KINDS}
     too_rare = {kind: share for kind, share in rare.items() if share < 0.05}
     assert report.num_seeds < 1000 or not too_rare
@@ -93,9 +93,9 @@ def test_at_least_thirty_faults_are_planted() -> None:
 def test_every_pair_of_state_and_event_ends_at_most_its_own_request() -> None:
     """The corpus reaches many of the pairs. Each of the rest is injected once, into a world
     without faults: no other request may notice, and no rule may break."""
-    reached = pairs_of_the_corpus(range(300))
+    reached = pairs_of_the_corpus(range(200))
     todo = sorted(every_pair() - reached)
-    assert len(reached) > 90
+    assert len(reached) > 75
     injected = {pair for pair in todo if inject_once(pair)}
     print(f"\n{len(reached)} pairs in the corpus, {len(injected)} injected by hand")
     assert injected == set(todo)
