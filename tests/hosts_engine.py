@@ -125,7 +125,11 @@ class Engine:
         )
         limits = RendezvousLimits(**settings.rendezvous_limits)  # type: ignore[arg-type]
         self.directories = [
-            RendezvousClient(ZmqControl(f"tcp://{settings.host}:0"), settings.server, limits=limits)
+            RendezvousClient(
+                ZmqControl(f"tcp://{settings.host}:0", trust_network=True),
+                settings.server,
+                limits=limits,
+            )
             for _ in self.nodes
         ]
         for rank_id, directory in enumerate(self.directories):
@@ -140,7 +144,9 @@ class Engine:
         self.auxes.append(aux)
         return Node(
             backend=get_backend("nixl")(),
-            control=ZmqControl(f"tcp://{self.settings.host}:{self.settings.ports[rank_id]}"),
+            control=ZmqControl(
+                f"tcp://{self.settings.host}:{self.settings.ports[rank_id]}", trust_network=True
+            ),
             layout=self.layout,
             rank_id=rank_id,
             pool=pool.layout(aux),

@@ -13,11 +13,12 @@ import pytest
 
 import rank_process
 from pdkv.control.zmq import ZmqControl
+from pdkv.control.zmq_keys import CurveSecurity, create_keys
 from pdkv.rendezvous import Known, RankState, RouteQuery
 from pdkv.rendezvous.client import RendezvousClient
 from pdkv.rendezvous.server import RendezvousServer
 from pdkv.rendezvous.server_probe import TcpProber
-from rendezvous_records import incarnation
+from rendezvous_records import incarnation, rank
 from waiting import wait_for
 
 pytestmark = pytest.mark.slow
@@ -81,6 +82,19 @@ def test_stopped_dead_and_restarted_are_told_apart(ranks: Ranks) -> None:
         wait_for(lambda: states(server) == [RankState.DEAD])
         ranks.start(server.address, 2, address.rpartition(":")[2])
         wait_for(lambda: states(server) == [RankState.ALIVE, RankState.RESTARTED])
+
+
+def test_a_server_with_keys_knows_and_probes_ranks_with_keys(tmp_path: Path) -> None:
+    _, secret = create_keys(tmp_path, "all")
+    security = CurveSecurity.load(secret, tmp_path)
+    control, rank_control = (ZmqControl(security=security) for _ in range(2))
+    with RendezvousServer(control, limits=LIMITS, prober=TcpProber()) as server:
+        client = RendezvousClient(ZmqControl(security=security), server.address, limits=LIMITS)
+        client.publish(rank("p", address=rank_control.address))
+        wait_for(lambda: isinstance(client.resolve([RouteQuery("p", 1)])[0], Known))
+        rank_control.close()
+        client.close()
+        wait_for(lambda: states(server) == [RankState.DEAD])
 
 
 def test_a_server_is_started_late_killed_and_started_again(ranks: Ranks) -> None:

@@ -2,8 +2,9 @@
 
 It keeps nothing on disk. Clients register before it is up, again after it was restarted, and go
 on with what they know while it is away. For a fleet that can't do without a directory that
-survives its machine there is `pdkv.rendezvous.etcd`. Neither encrypts nor authenticates: bind it
-to a network that you trust. Layer 4.
+survives its machine there is `pdkv.rendezvous.etcd`. Who may speak to it is the control channel's
+business: one with keys lets in its allow-list, whose members may register whatever they like.
+Layer 4.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def _meaning(code: int) -> Probe:
 
 
 def _parse(address: str) -> tuple[socket.AddressFamily, tuple[str, int] | None]:
-    scheme, _, rest = address.partition("://")
+    scheme, _, rest = address.partition("#")[0].partition("://")  # the key behind # opens no port
     host, _, port = rest.rpartition(":")
     host = host.strip("[]")
     if scheme != "tcp" or not port.isdigit():
