@@ -42,6 +42,7 @@ _PIECE = struct.Struct("=BQ")  # _DATA, address; or _END, transfer id (0: a noti
 _DATA, _END = 0, 1
 _ID = struct.Struct("=Q")
 _PREFIX = "pdkv-loopback-"
+_STEP_NBYTES = 4 << 20  # one call moves about so much to, and from, each peer
 _LOOK_S = 0.01  # how often the locks of busy peers are looked at
 
 
@@ -248,8 +249,10 @@ class SharedLoopbackBackend:
         peer.queue.append(transfer)
 
     def _push(self, peer: _Peer) -> None:
-        """Records of the oldest transfer first, so that they never mix."""
-        while peer.queue and not peer.error:
+        """Records of the oldest transfer first, so that they never mix. No more than a step's
+        worth: a reader that empties the ring meanwhile must not keep this call from ending."""
+        left = _STEP_NBYTES
+        while peer.queue and not peer.error and left > 0:
             transfer = peer.queue[0]
             assert transfer.records is not None
             record = transfer.pending or next(transfer.records, None)
@@ -260,6 +263,7 @@ class SharedLoopbackBackend:
             if not peer.data.push(*record):
                 return
             transfer.pending = None
+            left -= sum(len(part) for part in record)
 
     def _take_acks(self, peer: _Peer, now: float) -> None:
         while not peer.error and (ack := peer.acks.pop()) is not None:
@@ -287,9 +291,11 @@ class SharedLoopbackBackend:
             self._seen_at = changed_at
             self._meet_writers()
         for name, (data, acks) in list(self._writers.items()):
+            left = _STEP_NBYTES
             try:
-                while (record := data.pop()) is not None:
+                while left > 0 and (record := data.pop()) is not None:
                     self._apply(record, acks)
+                    left -= len(record)
             except (ValueError, struct.error, TransferError):
                 self._forget_writer(name)  # one that lies is not listened to any more
 
