@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from pdkv.request.events import Action
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.testing.sim import Failure, Simulator
+from pdkv.testing.sim.memory import Violation
 
 
 @pytest.fixture(autouse=True)
@@ -73,3 +75,11 @@ def test_a_failure_shows_the_shortest_schedule_and_how_to_run_it(
     assert "Simulator().replay(" in text
     assert len(failure.value.scenario.requests) <= 2
     assert len(failure.value.scenario.faults) <= 2
+
+
+def test_a_failure_is_whole_in_another_process() -> None:
+    scenario = Simulator().scenario(1)
+    failure = Failure(Violation("bytes", "a text"), scenario, scenario)
+    again = pickle.loads(pickle.dumps(failure))
+    assert str(again) == str(failure)
+    assert (again.violation.checker, again.violation.text) == ("bytes", "a text")

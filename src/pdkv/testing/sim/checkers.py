@@ -177,6 +177,8 @@ class Checkers:
         before = [root for prompt in self.rooms[attempt.prompt] for root in self.roots[prompt]]
         if not isinstance(attempt.key, Identity) and attempt.serves is None:
             return  # the router opened it for a try that decode had given up
+        if self._is_superseded(attempt):
+            return
         if attempt.blames or any(root in attempt.cause for root in (*roots, *before)):
             return
         if roots:
@@ -185,6 +187,13 @@ class Checkers:
         if isinstance(attempt.key, Identity):
             text = f"{attempt.key} had nothing in its way: {attempt.cause!r}"
             raise Violation("liveness", text)
+
+    def _is_superseded(self, attempt: Attempt) -> bool:
+        """A prefill handle whose room went on to another prompt, and which heard of that before
+        it heard why decode had ended its own: being superseded is what it must tell."""
+        if isinstance(attempt.key, Identity) or "superseded by attempt" not in attempt.cause:
+            return False
+        return any(attempt.prompt in before for before in self.rooms.values())
 
 
 def _key(rank: SimRank, event: EndpointEvent) -> Any:

@@ -57,6 +57,10 @@ class Violation(Exception):
         self.checker = checker
         self.text = text
 
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        """Whole again in another process."""
+        return type(self), (self.checker, self.text)
+
 
 def shard_positions(shard: TokenShard, cp_rank: int, num_tokens: int) -> list[int]:
     """Positions of the sequence that a context-parallel rank holds, ascending."""

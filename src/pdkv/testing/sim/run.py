@@ -29,6 +29,11 @@ class Failure(AssertionError):
         super().__init__(_describe(violation, scenario, full))
         self.violation = violation
         self.scenario = scenario
+        self._arguments = (violation, scenario, full)
+
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        """Whole again in the process that waits for a batch."""
+        return type(self), self._arguments
 
 
 @dataclass
