@@ -178,23 +178,11 @@ class MooncakeBackend:
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
         """Hand a write to the peer's thread."""
-        known = self._check(peer, runs)
-        self._regions.locate(runs.src, runs.nbytes, "src")
-        known.regions.locate(runs.dst, runs.nbytes, "dst")
-        transfer_id = self._take_id(known)
-        if transfer_id is not None:
-            known.link.transfer(transfer_id, coalesce(runs), notification)
-        return transfer_id
+        return self._transfer(peer, runs, notification, is_read=False)
 
     def read(self, peer: str, runs: Runs, notification: bytes) -> int | None:
         """Hand a read to the peer's thread."""
-        known = self._check(peer, runs)
-        known.regions.locate(runs.src, runs.nbytes, "src")
-        self._regions.locate(runs.dst, runs.nbytes, "dst")
-        transfer_id = self._take_id(known)
-        if transfer_id is not None:
-            known.link.transfer(transfer_id, coalesce(runs), notification, is_read=True)
-        return transfer_id
+        return self._transfer(peer, runs, notification, is_read=True)
 
     def poll(self, now: float) -> Sequence[Completion]:
         """What the threads have finished."""
@@ -260,10 +248,17 @@ class MooncakeBackend:
             raise TransferError(f"peer {key!r} failed earlier: {peer.link.error}")
         return peer
 
-    def _check(self, peer: str, runs: Runs) -> _Peer:
+    def _transfer(self, peer: str, runs: Runs, notification: bytes, *, is_read: bool) -> int | None:
         known = self._alive(peer)
         check_runs(runs, self.limits)
-        return known
+        here, there = self._regions, known.regions
+        src, dst = (there, here) if is_read else (here, there)
+        src.locate(runs.src, runs.nbytes, "src")
+        dst.locate(runs.dst, runs.nbytes, "dst")
+        transfer_id = self._take_id(known)
+        if transfer_id is not None:
+            known.link.transfer(transfer_id, coalesce(runs), notification, is_read=is_read)
+        return transfer_id
 
     def _take_id(self, peer: _Peer) -> int | None:
         if sum(len(p.in_flight) for p in self._peers.values()) >= self.limits.max_in_flight:

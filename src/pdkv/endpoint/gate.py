@@ -98,10 +98,6 @@ class Gate:
         entry.terms = terms
         self._changed[entry.key] = None
 
-    def allocation_of(self, ref: Identity | int) -> Allocation:
-        """How far the group is with this request's pages."""
-        return self._by_ref[ref].allocation
-
     def evict(self, ref: int) -> bool:
         """Prefill's engine drops what it computed; False when the group has agreed to keep it.
 

@@ -67,7 +67,6 @@ class EtcdDirectory:
         self._rooms: dict[int, None] = {}
         self._unsaid: dict[int, None] = {}
         self._trouble: dict[str, str] = {}
-        self._settled_at = float("-inf")
         self._is_registered = False
         self._loop = asyncio.new_event_loop()
         self._woken = asyncio.Event()

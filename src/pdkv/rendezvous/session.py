@@ -103,11 +103,6 @@ class Session:
         """Whether the server that answers now knows the published record."""
         return self._is_registered
 
-    @property
-    def has_much_to_say(self) -> bool:
-        """Something was asked or claimed that has not gone out yet."""
-        return bool(self._unsaid or self._goodbye or self.resolver.has_unasked)
-
     # -- what is to be said -----------------------------------------------------------------------
 
     def tick(self, now: float) -> list[Message]:

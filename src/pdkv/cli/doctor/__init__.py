@@ -36,10 +36,9 @@ def main(arguments: list[str]) -> int:
     if options.serve or options.to:
         from pdkv.cli.doctor import probe
 
-        settings = {"trust_network": True, "seconds": options.seconds}
         if options.serve:
-            return probe.serve(options.serve, options.transports, **settings)
-        return probe.write(options.to, options.bind, options.transports, **settings)
+            return probe.serve(options.serve, options.transports, seconds=options.seconds)
+        return probe.write(options.to, options.bind, options.transports, seconds=options.seconds)
     found = []
     for finding in run_all(options.seconds):
         found.append(finding)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import deque
 from typing import Any
 
 import msgspec
@@ -15,9 +16,11 @@ import numpy as np
 
 from pdkv.backends.nixl import NixlBackend
 from pdkv.control.zmq import ZmqControl
+from pdkv.endpoint.writes import split_runs
 from pdkv.errors import PdkvError
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
+from pdkv.testing.backend_pair import runs_of
 
 __all__ = ["serve", "write"]
 
@@ -32,9 +35,9 @@ def _say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def serve(bind: str, transports: str | None, *, trust_network: bool, seconds: float) -> int:
+def serve(bind: str, transports: str | None, *, seconds: float) -> int:
     """Lend memory to whoever asks, for so long."""
-    control = ZmqControl(bind, trust_network=trust_network)
+    control = ZmqControl(bind, trust_network=True)
     memory = np.zeros(_NBYTES, np.uint8)
     backend = NixlBackend(transports=transports)
     backend.register([MemoryRegion(memory.ctypes.data, _NBYTES)])
@@ -61,11 +64,9 @@ def serve(bind: str, transports: str | None, *, trust_network: bool, seconds: fl
     return 0
 
 
-def write(
-    to: str, bind: str, transports: str | None, *, trust_network: bool, seconds: float
-) -> int:
+def write(to: str, bind: str, transports: str | None, *, seconds: float) -> int:
     """Write into what `to` lends; says how far it came, and how fast."""
-    control = ZmqControl(bind, trust_network=trust_network)
+    control = ZmqControl(bind, trust_network=True)
     memory = np.full(_NBYTES, _CANARY, np.uint8)
     backend = NixlBackend(transports=transports)
     try:
@@ -99,7 +100,7 @@ def _measure(
     seconds: float,
 ) -> int:
     began = time.monotonic()
-    runs = _runs(memory.ctypes.data, *there)
+    runs = runs_of([(memory.ctypes.data, *there)])
     error = _transfer(backend, key, runs, control.address.encode(), seconds)
     if error:
         _say(failed="data", text=error)
@@ -113,7 +114,7 @@ def _measure(
     _transfer(backend, key, runs, b"", seconds)
     large_s = time.monotonic() - began
     times = []
-    small = _runs(memory.ctypes.data, there[0], _SMALL)
+    small = runs_of([(memory.ctypes.data, there[0], _SMALL)])
     for _ in range(_NUM_SMALL):
         began = time.monotonic()
         _transfer(backend, key, small, b"", seconds)
@@ -128,24 +129,17 @@ def _measure(
     return 0
 
 
-def _runs(src: int, dst: int, nbytes: int) -> Runs:
-    return Runs(*(np.array([value], np.uint64) for value in (src, dst, nbytes)))
-
-
 def _transfer(backend: NixlBackend, key: str, runs: Runs, note: bytes, seconds: float) -> str:
     """Post in parts that the backend takes, and wait for all; what went wrong, or nothing."""
-    limit = backend.limits.max_nbytes_per_post
+    parts = deque(split_runs(runs, backend.limits))
     pending: set[int] = set()
-    src, dst, left = int(runs.src[0]), int(runs.dst[0]), int(runs.nbytes[0])
     deadline = time.monotonic() + seconds
-    while left or pending:
-        if left:
-            part = min(left, limit)
-            is_last = part == left
-            posted = backend.post(key, _runs(src, dst, part), note if is_last else b"")
+    while parts or pending:
+        if parts:
+            posted = backend.post(key, parts[0], note if len(parts) == 1 else b"")
             if posted is not None:
                 pending.add(posted)
-                src, dst, left = src + part, dst + part, left - part
+                parts.popleft()
         for completion in backend.poll(time.monotonic()):
             pending.discard(completion.transfer_id)
             if completion.error:
