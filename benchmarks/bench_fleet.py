@@ -67,7 +67,8 @@ class Rank:
         self.wall: list[float] = []
         self.cpu: list[float] = []
         core: Any = self.node.core
-        core._on_frame = self._timed(core._on_frame, core.requests)
+        incoming = core.incoming
+        incoming.on_frame = self._timed(incoming.on_frame, core.requests)
         record = EngineRecord(
             engine_id=name,
             incarnation=self.node.incarnation,

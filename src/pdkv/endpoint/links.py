@@ -57,6 +57,7 @@ class Links:
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
         self.capabilities: tuple[str, ...] = CAPABILITIES
+        self.is_asleep = False
 
     def get(self, key: PeerKey) -> Peer | None:
         """The peer under this key, if known."""
@@ -288,7 +289,9 @@ class Links:
                 self._greet(peer, now)
 
     def leave(self, cause: str, now: float) -> None:
-        """Say goodbye to everybody and forget them, with whatever way there was."""
+        """Say goodbye to everybody and forget them, with whatever way there was. Whoever greets
+        this node after that is refused."""
+        self.is_asleep = True
         for peer in self.peers:
             if peer.state in (PeerState.READY, PeerState.LOST):
                 self.send(peer, Goodbye(cause), now)

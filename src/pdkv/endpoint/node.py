@@ -207,7 +207,7 @@ class Node:
     @property
     def is_asleep(self) -> bool:
         """Whether the pool's memory was given back."""
-        return self.core.is_asleep
+        return self.core.links.is_asleep
 
     def wake(self, *, pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
         """Begin another life, with memory of the same layout. Publish it, and make new endpoints.
