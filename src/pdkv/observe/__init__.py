@@ -1,0 +1,35 @@
+"""What an operator sees: counters and histograms, timelines of requests, traces. Pure.
+
+Hand a `Recorder` to a node and read it when you like; exporters are in `pdkv.observe.exporters`.
+"""
+
+from pdkv.observe.attribution import RequestTimes, attribute, slowest_phase
+from pdkv.observe.metrics import METRICS, Metric, Registry, Sample, quantile
+from pdkv.observe.phases import DEPTH, PHASES_OF, Phase
+from pdkv.observe.recorder import Feed, Recorder
+from pdkv.observe.timeline import RequestTimeline, Role, Slice, TransferStats
+from pdkv.observe.trace import RankName, decode_trace, encode_trace, trace_events
+
+__all__ = [
+    "DEPTH",
+    "METRICS",
+    "PHASES_OF",
+    "Feed",
+    "Metric",
+    "Phase",
+    "RankName",
+    "Recorder",
+    "Registry",
+    "RequestTimeline",
+    "RequestTimes",
+    "Role",
+    "Sample",
+    "Slice",
+    "TransferStats",
+    "attribute",
+    "decode_trace",
+    "encode_trace",
+    "quantile",
+    "slowest_phase",
+    "trace_events",
+]

@@ -1,0 +1,181 @@
+"""What one request did on one rank, and when: its figures, and a bounded list of slices.
+
+The node writes these as it goes; times are those of its clock. Refuses to know clocks, traces and
+metrics. Layer 2.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import msgspec
+
+from pdkv.observe.phases import Phase
+from pdkv.plan import Tag
+from pdkv.protocol import Identity
+
+__all__ = ["RequestTimeline", "Role", "Slice", "TransferStats"]
+
+Role = Literal["decode", "prefill"]
+
+
+class TransferStats(msgspec.Struct, kw_only=True):
+    """Figures of one request on one rank. Bytes and descriptors are the sender's, aux included
+    in neither; times are of the node's clock (monotonic seconds), 0 where it did not happen.
+
+    plan_s, gather_s, post_s, wire_s, scatter_s: sums over the tags: building copy plans, gathering
+    into send buffers, handing over to the backend, from there to completion, and from staging
+    regions into pages.
+    computed_at: all tokens were computed (prefill), every writer said so (decode, late allocation).
+    allocated_at: pages were named, where that came later. seen_at: the engine saw success.
+    """
+
+    num_tags: int = 0
+    nbytes: int = 0
+    num_descriptors: int = 0
+    nbytes_by_peer: dict[int, int] = msgspec.field(default_factory=dict)
+    num_staged_tags: int = 0
+    staged_nbytes: int = 0
+    plan_s: float = 0.0
+    gather_s: float = 0.0
+    post_s: float = 0.0
+    wire_s: float = 0.0
+    scatter_s: float = 0.0
+    submitted_at: float = 0.0
+    bootstrapped_at: float = 0.0
+    computed_at: float = 0.0
+    allocated_at: float = 0.0
+    first_tag_at: float = 0.0
+    last_tag_at: float = 0.0
+    concluded_at: float = 0.0
+    seen_at: float = 0.0
+
+
+class Slice(NamedTuple):
+    """Some time in a phase; of a tag, where it has one, to or from the rank `peer`.
+
+    `end` is 0 while it lasts. `nbytes` and `num_descriptors` are in the slice on the wire.
+    """
+
+    phase: Phase
+    start: float
+    end: float
+    peer: int = -1
+    tag: Tag | None = None
+    nbytes: int = 0
+    num_descriptors: int = 0
+    is_staged: bool = False
+    error: str = ""
+
+
+class RequestTimeline:
+    """One request on one rank. `slices` keeps the first `max_slices` that were noted.
+
+    `poll`, `cause` and `num_tokens` are as of its end, or of the look at a live one.
+    """
+
+    __slots__ = (
+        "cause",
+        "engine",
+        "identity",
+        "is_recompute",
+        "max_slices",
+        "notes",
+        "num_dropped",
+        "num_tokens",
+        "poll",
+        "rank_id",
+        "ref",
+        "role",
+        "slices",
+        "stats",
+    )
+
+    def __init__(
+        self,
+        *,
+        role: Role,
+        rank_id: int,
+        ref: Identity | int,
+        stats: TransferStats,
+        max_slices: int,
+    ) -> None:
+        self.role: Role = role
+        self.rank_id = rank_id
+        self.ref = ref
+        self.identity = ref if isinstance(ref, Identity) else None
+        self.engine = b""
+        self.stats = stats
+        self.poll = "Bootstrapping"
+        self.cause = ""
+        self.is_recompute = False
+        self.num_tokens = 0
+        self.slices: list[Slice] = []
+        self.notes: tuple[Slice, ...] = ()  # by others than the node: the queues
+        self.max_slices = max_slices
+        self.num_dropped = 0
+
+    def note(
+        self,
+        phase: Phase,
+        start: float,
+        end: float,
+        peer: int = -1,
+        tag: Tag | None = None,
+        nbytes: int = 0,
+        num_descriptors: int = 0,
+        is_staged: bool = False,
+        error: str = "",
+    ) -> None:
+        """Add a slice, if there is room."""
+        if len(self.slices) < self.max_slices:
+            self.slices.append(
+                Slice(phase, start, end, peer, tag, nbytes, num_descriptors, is_staged, error)
+            )
+        else:
+            self.num_dropped += 1
+
+    def all_slices(self) -> list[Slice]:
+        """What was noted, and the phases of the request as a whole, by start."""
+        return sorted([*self.notes, *self._whole(), *self.slices], key=lambda s: (s.start, s.phase))
+
+    def seconds(self) -> tuple[float, ...]:
+        """Time of a request that succeeded in each phase, in their order; over tags the sum."""
+        stats = self.stats
+        waited_from = max(stats.computed_at, stats.bootstrapped_at)
+        begun = stats.last_tag_at if self.role == "decode" else stats.computed_at
+        bootstrap = stats.bootstrapped_at - stats.submitted_at
+        prealloc = max(0.0, stats.allocated_at - waited_from) if stats.computed_at else 0.0
+        for slice_ in self.notes:
+            if slice_.phase is Phase.BOOTSTRAP:
+                bootstrap += slice_.end - slice_.start
+            elif slice_.phase is Phase.PREALLOC:
+                prealloc += slice_.end - slice_.start
+        return (
+            max(0.0, bootstrap),
+            prealloc,
+            stats.plan_s,
+            stats.gather_s,
+            stats.post_s,
+            stats.wire_s,
+            stats.scatter_s,
+            max(0.0, stats.seen_at - begun),
+        )
+
+    def _whole(self) -> list[Slice]:
+        """The phases that its figures tell of. Where it failed they end with its outcome."""
+        stats, over = self.stats, self.stats.concluded_at
+        found = []
+        if stats.submitted_at:
+            end = stats.bootstrapped_at or over
+            found.append(Slice(Phase.BOOTSTRAP, stats.submitted_at, end))
+        waited_from = max(stats.computed_at, stats.bootstrapped_at)
+        if stats.computed_at and stats.bootstrapped_at:
+            end = stats.allocated_at or over
+            if not end or end > waited_from:  # late allocation: all was computed before
+                found.append(Slice(Phase.PREALLOC, waited_from, end))
+        is_decode = self.role == "decode"
+        begun = stats.last_tag_at if is_decode else stats.computed_at
+        if begun and self.poll != "Failed" and (over or not is_decode):
+            found.append(Slice(Phase.HAND_OVER, begun, stats.seen_at))
+        return found
