@@ -21,6 +21,7 @@ from pdkv.interfaces import CopyKernels
 from pdkv.kernels.cpu import CpuKernels
 from pdkv.layout import AuxField, EngineLayout, KVLayout, MemoryRegion
 from pdkv.limits import Limits
+from pdkv.observe import Recorder
 from pdkv.plan import CostModel
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
@@ -111,6 +112,7 @@ class Engine:
         num_pages: int = 32,
         order: str = "NHD",
         staging: StagingSetting | None = None,
+        recorded: bool = False,
     ) -> None:
         self.layout = layout
         self.incarnation = life.to_bytes(16, "big")
@@ -139,6 +141,7 @@ class Engine:
                 threaded=False,
                 clock=lambda: world.now,
                 staging=memory,
+                recorder=Recorder() if recorded else None,
             )
             self.aux.append(aux)
             self.pools.append(pool)

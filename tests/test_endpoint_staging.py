@@ -290,4 +290,10 @@ def test_staging_memory_must_be_part_of_the_pool(world: World) -> None:
     node = engine.nodes[0]
     local = node.core.links._local
     with pytest.raises(ConfigError, match="added_to"):
-        Staging(StagingSetting().memory(), local=local, links=node.core.links, inbox=None)  # type: ignore[arg-type]
+        Staging(
+            StagingSetting().memory(),
+            local=local,
+            links=node.core.links,
+            inbox=None,  # type: ignore[arg-type]
+            clock=node.now,
+        )

@@ -13,11 +13,11 @@ from pdkv.endpoint.events import (
     Released,
     RequestFailed,
     Succeeded,
-    TransferStats,
 )
 from pdkv.endpoint.node import Node
 from pdkv.endpoint.prefill import PrefillEndpoint, PrefillHandle
 from pdkv.endpoint.staging import StagingMemory
+from pdkv.observe import TransferStats
 from pdkv.request.events import Outcome
 
 __all__ = [

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.events import EndpointEvent, Health, Released
+from pdkv.endpoint.events import EndpointEvent, Health, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
@@ -77,6 +77,9 @@ class Endpoint:
         if self.node.is_closed:
             return []
         events, orders = self._gate.apply(verdicts)
+        for event in events:
+            if isinstance(event, Succeeded):
+                event.stats.seen_at = self.node.now()
         self._obey(orders)
         for event in events:
             if isinstance(event, Released):

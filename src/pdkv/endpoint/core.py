@@ -18,6 +18,7 @@ from pdkv.endpoint.events import Health
 from pdkv.endpoint.health import health_of
 from pdkv.endpoint.incoming import Incoming
 from pdkv.endpoint.links import Links
+from pdkv.endpoint.observing import Observing
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState
 from pdkv.endpoint.records import LocalRank, Sending
 from pdkv.endpoint.requests import Requests
@@ -25,6 +26,7 @@ from pdkv.endpoint.staging import Staging, StagingMemory
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.interfaces import AuthenticatedControl, ControlChannel, TransferBackend
+from pdkv.observe import Recorder, RequestTimeline
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
     Keepalive,
@@ -55,6 +57,7 @@ class NodeCore:
         aux: AuxBuffers,
         clock: Callable[[], float],
         staging: StagingMemory | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self.links = Links(backend=backend, control=control, local=local, counters=self.counters)
@@ -69,9 +72,15 @@ class NodeCore:
         self._staging: Staging | None = None
         if staging is not None:
             inbox = self.requests.inbox
-            self._staging = Staging(staging, local=local, links=self.links, inbox=inbox)
+            self._staging = Staging(
+                staging, local=local, links=self.links, inbox=inbox, clock=clock
+            )
         self.requests.staging = self.requests.rooms.staging = self._staging
         self.writes.staging = self._staging
+        if recorder is not None:
+            self.requests.observing = Observing(
+                recorder, rank_id=local.rank_id, counters=self.counters
+            )
         self._backend = backend
         self._control = control
         self._receive = (
@@ -211,6 +220,13 @@ class NodeCore:
         if live:
             raise ConfigError(f"{live} requests are live: drain before sleep")
         self.links.leave("asleep", now)
+
+    def timelines(self) -> list[RequestTimeline]:
+        """Of what is live, where somebody watches."""
+        requests = self.requests
+        if requests.observing is None:
+            return []
+        return requests.observing.live((o, requests.engine_of(o)) for o in requests.owners())
 
     def health(self) -> Health:
         """A snapshot for an operator."""

@@ -9,9 +9,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.endpoint.base import Endpoint, as_int
-from pdkv.endpoint.events import Change, Released, TransferStats
+from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
+from pdkv.observe import TransferStats
 from pdkv.plan import Pairing
 from pdkv.protocol import Identity, pack_page_ids
 from pdkv.rendezvous import EngineRecord

@@ -1,4 +1,4 @@
-"""What an endpoint tells its engine, one type per entry of the gate, and the figures of a request.
+"""What an endpoint tells its engine, one type per entry of the gate.
 
 Layer 5.
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdkv.observe import TransferStats
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key
 from pdkv.request.events import Outcome
@@ -25,31 +26,8 @@ __all__ = [
     "Released",
     "RequestFailed",
     "Succeeded",
-    "TransferStats",
     "WaitingRequest",
 ]
-
-
-class TransferStats(msgspec.Struct, kw_only=True):
-    """Figures of one request on one rank. Bytes and descriptors are the sender's, aux included
-    in neither; times are of the node's clock (monotonic seconds), 0 where it did not happen.
-
-    plan_s, post_s, wire_s: sums over the tags: building copy plans, handing them to the backend,
-    and from there to their completion.
-    """
-
-    num_tags: int = 0
-    nbytes: int = 0
-    num_descriptors: int = 0
-    nbytes_by_peer: dict[int, int] = msgspec.field(default_factory=dict)
-    plan_s: float = 0.0
-    post_s: float = 0.0
-    wire_s: float = 0.0
-    submitted_at: float = 0.0
-    bootstrapped_at: float = 0.0
-    first_tag_at: float = 0.0
-    last_tag_at: float = 0.0
-    concluded_at: float = 0.0
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):

@@ -24,6 +24,7 @@ from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
+from pdkv.observe import Recorder, RequestTimeline
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
@@ -44,8 +45,9 @@ class Node:
     them must live until `close`, since peers write there. `aux` must be the buffers whose region
     `pool` names. `incarnation`: 16 random bytes, one per life of the engine, the same on all its
     ranks. `planner`: who pairs two layouts; nodes of one process may share one that remembers.
-    `staging`: kernels and memory for slices of heads (docs/staging.md). Takes ownership
-    of `backend` and `control` and closes them.
+    `staging`: kernels and memory for slices of heads (docs/staging.md). `recorder`: what keeps
+    metrics and timelines (docs/observability.md), one per node. Takes ownership of `backend` and
+    `control` and closes them.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class Node:
         clock: Callable[[], float] = time.monotonic,
         planner: Planner = validate,
         staging: StagingMemory | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
@@ -81,6 +84,7 @@ class Node:
         self._clock = clock
         self._lives: set[bytes] = set()
         self._staging = staging
+        self.recorder = recorder
         self._begin(pool, aux, incarnation)
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
@@ -186,6 +190,15 @@ class Node:
         assert isinstance(found, dict)
         return {name: dump(journal) for name, journal in found.items() if journal.is_whole}
 
+    def timelines(self) -> list[RequestTimeline]:
+        """The last requests that are over, and copies of those that are live. ConfigError without
+        a recorder."""
+        if self.recorder is None:
+            raise ConfigError("this node has no recorder")
+        live = self.ask(self.core.timelines)
+        assert isinstance(live, list)
+        return [*self.recorder.finished(), *live]
+
     def declare_gone(self, incarnation: bytes) -> None:
         """Operator's proof that a life of an engine can't write any more: its quarantine ends."""
         self.call(lambda now: self.core.requests.declare_gone(incarnation, now))
@@ -239,6 +252,7 @@ class Node:
             aux=aux,
             clock=self._clock,
             staging=self._staging,
+            recorder=self.recorder,
         )
 
     def close(self) -> None:

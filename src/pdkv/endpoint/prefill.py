@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.endpoint.base import Endpoint, as_int
-from pdkv.endpoint.events import Change, Released, TransferStats
+from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
+from pdkv.observe import TransferStats
 from pdkv.protocol import Identity
 from pdkv.request.agree import HealthKey, OpenKey
 from pdkv.request.events import Event, Evict, Finish, Outcome, PageIds, TokensComputed

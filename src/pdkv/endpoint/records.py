@@ -7,12 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from pdkv.endpoint.events import Change, TransferStats
+from pdkv.endpoint.events import Change
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
+from pdkv.observe import RequestTimeline, TransferStats
 from pdkv.plan import Pairing, validate
 from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
-from pdkv.request.events import Outcome
+from pdkv.request.events import Event, Finish, Outcome, PagesAgreed, TokensComputed
 from pdkv.request.machine import Machine
 from pdkv.request.readers import Asking
 from pdkv.request.receiver import ReceiverMachine
@@ -53,6 +54,7 @@ class Receiving:
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
     stages_with: set[int] = field(default_factory=set)
+    timeline: RequestTimeline | None = None  # None: nobody watches
 
     @property
     def ref(self) -> Identity:
@@ -92,11 +94,23 @@ class Sending:
     stats: TransferStats
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
+    timeline: RequestTimeline | None = None  # None: nobody watches
 
     @property
     def ref(self) -> int:
         """What the gate knows it by."""
         return self.handle
+
+    def note_event(self, event: Event, now: float) -> None:
+        """Of what the engine says, the moments that its figures tell."""
+        if isinstance(event, TokensComputed):
+            is_last = event.stop == self.machine.num_tokens
+        else:
+            is_last = isinstance(event, Finish)
+        if is_last and not self.stats.computed_at:
+            self.stats.computed_at = now
+        elif isinstance(event, PagesAgreed):
+            self.stats.allocated_at = self.stats.allocated_at or now
 
     def is_free_for(self, identity: Identity) -> bool:
         """Whether this rank's handle could yet turn out to be that attempt's, and does not know."""
@@ -127,8 +141,13 @@ class Sending:
 
 
 def _note_times(stats: TransferStats, machine: Machine, now: float) -> None:
-    if machine.poll is KVPoll.WaitingForInput:
+    # One event may lead through several states.
+    if machine.poll not in (KVPoll.Bootstrapping, KVPoll.Failed):
         stats.bootstrapped_at = stats.bootstrapped_at or now
+    if machine.allocation is Allocation.ALLOCATED:
+        stats.allocated_at = stats.allocated_at or now
+    elif machine.allocation is Allocation.COMPUTED:
+        stats.computed_at = stats.computed_at or now
     if machine.poll.is_terminal:
         stats.concluded_at = stats.concluded_at or now
 

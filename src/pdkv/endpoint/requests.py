@@ -10,14 +10,16 @@ import logging
 from collections import Counter, deque
 
 from pdkv.endpoint.alarms import Alarms
-from pdkv.endpoint.events import Change, TransferStats
+from pdkv.endpoint.events import Change
 from pdkv.endpoint.links import DECODE_PREFIX, Links
+from pdkv.endpoint.observing import Observing
 from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.rooms import Rooms
 from pdkv.endpoint.staging import Staging
 from pdkv.endpoint.writes import Writes
 from pdkv.limits import Limits
+from pdkv.observe import TransferStats
 from pdkv.plan import Pairing
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
@@ -82,6 +84,7 @@ class Requests:
         self._limits = limits
         self._alarms = Alarms()
         self.staging: Staging | None = None
+        self.observing: Observing | None = None
         self.rooms = Rooms(
             links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
         )
@@ -167,6 +170,7 @@ class Requests:
         """Begin to receive. With a `refusal` the request fails at once, and the peer hears why."""
         problem = refusal or self._unhealthy()
         if pairing is None or problem:
+            self._counters["requests_refused"] += 1
             if refusal:
                 self._links.meet(prefill, self._rank_id % len(prefill.addresses), pairing, now)
             self.changes.append(
@@ -177,6 +181,8 @@ class Requests:
             request, rank_id=self._rank_id, pairing=pairing, limits=self._limits, now=now
         )
         owner = Receiving(machine, prefill.incarnation, TransferStats(submitted_at=now))
+        if self.observing is not None:
+            self.observing.begin(owner)
         if isinstance(request, ReceiverRequest):
             self._expect(owner, pairing, request)
         self.receivers[request.identity] = owner
@@ -248,6 +254,8 @@ class Requests:
     def open(self, handle: int, machine: SenderMachine, now: float) -> None:
         """Begin to serve a room."""
         owner = Sending(handle, machine, TransferStats(submitted_at=now))
+        if self.observing is not None:
+            self.observing.begin(owner)
         self.senders[handle] = owner
         self.rooms.open(owner, now)
         self.run(now)
@@ -281,6 +289,7 @@ class Requests:
         """`send`, `finish` or `abort` of the engine. A handle that is over ignores it."""
         owner = self.senders.get(handle)
         if owner is not None:
+            owner.note_event(event, now)
             self._feed(owner, event, now)
 
     # -- commands of both ---------------------------------------------------------------------
@@ -309,6 +318,8 @@ class Requests:
         owner = self.senders.get(ref) if isinstance(ref, int) else self.receivers.get(ref)
         if owner is not None:
             self._alarms.drop(owner)
+            if self.observing is not None:
+                self.observing.end(owner, self.engine_of(owner))
         if owner is not None and owner.machine.poll is KVPoll.Failed:
             self.failed.append((_name(owner), owner.machine.journal))
         self._draining.pop(ref, None)

@@ -8,7 +8,7 @@ kernels move bytes and when a tag is posted. Layer 5.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,6 +20,7 @@ from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.errors import ConfigError
 from pdkv.interfaces import CopyKernels, ReadyEvent
 from pdkv.layout import MemoryRegion, PoolLayout
+from pdkv.observe import Phase
 from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
 from pdkv.pool.staging import SendBuffers, StagingPool
 from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo
@@ -79,7 +80,13 @@ class Staging:
     """Everything that a node keeps for staging, in both roles."""
 
     def __init__(
-        self, memory: StagingMemory, *, local: LocalRank, links: Links, inbox: Inbox
+        self,
+        memory: StagingMemory,
+        *,
+        local: LocalRank,
+        links: Links,
+        inbox: Inbox,
+        clock: Callable[[], float],
     ) -> None:
         missing = [r for r in (memory.regions, memory.buffers) if r not in local.pool.regions]
         if missing:
@@ -88,6 +95,7 @@ class Staging:
         self._local = local
         self._links = links
         self._inbox = inbox
+        self._clock = clock
         links.capabilities += (f"{_CAPABILITY}{memory.region_nbytes}",)
         self._buffers = SendBuffers(
             address=memory.buffers.address,
@@ -100,7 +108,7 @@ class Staging:
             region_nbytes=memory.region_nbytes,
             num_regions=memory.num_regions,
         )
-        self._scatters: list[tuple[Receiving, Tag, ReadyEvent]] = []
+        self._scatters: list[tuple[Receiving, Tag, ReadyEvent, float]] = []
 
     # -- what a writer does -----------------------------------------------------------------------
 
@@ -122,8 +130,9 @@ class Staging:
 
     def gather(
         self, owner: Sending, peer: Peer, tag: Tag, grant: StageGrant
-    ) -> tuple[int, int, ReadyEvent]:
-        """Start to gather a tag: (address of its buffer, bytes, event). PdkvError if it can't."""
+    ) -> tuple[int, int, ReadyEvent, float]:
+        """Start to gather a tag: (address of its buffer, bytes, event, when it was planned and the
+        copy began). PdkvError if it can't."""
         route, info = peer.route, owner.machine.infos[peer.rank_id]
         assert route is not None
         lengths = {"decode_prefix_len": info.decode_prefix_len, "num_tokens": info.num_tokens}
@@ -137,7 +146,8 @@ class Staging:
         pages = owner.machine.pages[tag.component if tag.component in own else 0]
         try:
             copies = gather_copies(route, tag, **lengths, src_page_ids=pages, region=address)
-            return address, nbytes, self._memory.kernels.copy(copies)
+            began = self._clock()
+            return address, nbytes, self._memory.kernels.copy(copies), began
         except BaseException:
             self.return_buffer(address)
             raise
@@ -243,24 +253,26 @@ class Staging:
                 dst_page_ids=np.frombuffer(ids, "<i4"),
                 region=action.grant.address,
             )
+            began = self._clock()
             event = self._memory.kernels.copy(copies)
         except Exception as error:  # nothing was moved
             self._inbox.append((owner, Scattered(tag, f"{type(error).__name__}: {error}")))
         else:
-            self._scatters.append((owner, tag, event))
+            self._scatters.append((owner, tag, event, began))
 
     def poll(self) -> bool:
         """Tell of scatters whose event has fired; True when there was one."""
         waiting = []
-        for owner, tag, event in self._scatters:
+        for owner, tag, event, began in self._scatters:
             try:
                 is_done, error = event.query(), ""
             except Exception as problem:
                 is_done, error = True, f"{type(problem).__name__}: {problem}"
             if is_done:
                 self._inbox.append((owner, Scattered(tag, error)))
+                _note_scatter(owner, tag, began, self._clock(), error)
             else:
-                waiting.append((owner, tag, event))
+                waiting.append((owner, tag, event, began))
         is_news = len(waiting) < len(self._scatters)
         self._scatters = waiting
         return is_news
@@ -285,6 +297,14 @@ class Staging:
                 if self._memory.cost.choose(estimate) == "staged":
                     found[tag] = staged_nbytes(route, tag, **lengths)
         return found
+
+
+def _note_scatter(owner: Receiving, tag: Tag, began: float, ended: float, error: str) -> None:
+    owner.stats.scatter_s += ended - began
+    if owner.timeline is not None:
+        owner.timeline.note(
+            Phase.SCATTER, began, ended, tag.writer, tag, is_staged=True, error=error
+        )
 
 
 def _offered(hello: Hello | None) -> int:

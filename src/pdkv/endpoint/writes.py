@@ -16,6 +16,7 @@ import numpy as np
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
 from pdkv.interfaces import BackendLimits, ReadyEvent, TransferBackend
+from pdkv.observe import Phase
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Notification, Sent, StageGrant, encode_notification
@@ -45,7 +46,11 @@ class _Write:
     buffer: int | None = None
     parts: deque[Runs] | None = None
     num_in_flight: int = 0
+    gather_from: float = 0.0
+    tried_at: float = 0.0
     posted_at: float = 0.0
+    nbytes: int = 0
+    num_descriptors: int = 0
     error: str = ""
     quiet: bool = True
 
@@ -54,6 +59,22 @@ class _Write:
         self.error = self.error or error
         self.quiet = self.quiet and quiet
         self.parts = deque()
+
+    def note(self, phase: Phase, start: float, end: float) -> None:
+        """A slice of this tag's time, where somebody watches its request."""
+        timeline, on_wire = self.owner.timeline, phase is Phase.WIRE
+        if timeline is not None:
+            timeline.note(
+                phase,
+                start,
+                end,
+                self.peer.rank_id,
+                self.tag,
+                self.nbytes if on_wire else 0,
+                self.num_descriptors if on_wire else 0,
+                self.grant is not None,
+                self.error if on_wire else "",
+            )
 
     @property
     def must_wait(self) -> bool:
@@ -154,8 +175,17 @@ class Writes:
             except Exception as error:  # nothing of this tag was moved
                 write.fail(f"ready event: {error}", quiet=True)
             write.ready = ()
+            if write.gather_from:
+                self._end_gather(write)
             return write
         return None
+
+    def _end_gather(self, write: _Write) -> None:
+        """What was gathered may go; no ready event is left to wait for."""
+        now, began = self._clock(), write.gather_from
+        write.gather_from = 0.0
+        write.owner.stats.gather_s += now - began
+        write.note(Phase.GATHER, began, now)
 
     def _lacks_buffer(self, write: _Write) -> bool:
         """A staged tag that can't be gathered yet."""
@@ -194,12 +224,15 @@ class Writes:
         runs = write.parts[0]
         note = self._notification(write) if len(write.parts) == 1 else b""
         posting = self._clock()
+        write.tried_at = write.tried_at or posting
         transfer_id = self._backend.post(write.peer.backend_key, runs, note)
         if transfer_id is None:
             return False
         write.parts.popleft()
         write.posted_at = write.posted_at or posting
-        write.owner.stats.post_s += self._clock() - posting
+        posted = self._clock()
+        write.owner.stats.post_s += posted - posting
+        write.note(Phase.POST, posting, posted)
         self._count(write, runs)
         self._in_flight[transfer_id] = write
         write.num_in_flight += 1
@@ -221,8 +254,12 @@ class Writes:
             return
         stats, rank_id = write.owner.stats, write.peer.rank_id
         nbytes = runs.total_nbytes
+        write.nbytes += nbytes
+        write.num_descriptors += runs.num_runs
         stats.nbytes += nbytes
         stats.num_descriptors += runs.num_runs
+        if write.grant is not None:
+            stats.staged_nbytes += nbytes
         stats.nbytes_by_peer[rank_id] = stats.nbytes_by_peer.get(rank_id, 0) + nbytes
 
     def _plan(self, write: _Write) -> None:
@@ -234,15 +271,18 @@ class Writes:
             write.fail(str(error), quiet=True)
         except Exception as error:  # a fault of this library; nothing was moved
             write.fail(f"{type(error).__name__}: {error}", quiet=True)
-        write.owner.stats.plan_s += self._clock() - started
+        planned = write.gather_from or self._clock()
+        write.owner.stats.plan_s += planned - started
+        write.note(Phase.PLAN, started, planned)
 
     def _gather(self, write: _Write, grant: StageGrant) -> Runs:
         """Start to gather; the one large write that may go once `ready` has fired."""
         assert self.staging is not None
         gathered = self.staging.gather(write.owner, write.peer, write.tag, grant)
-        write.buffer, nbytes, event = gathered
+        write.buffer, nbytes, event, write.gather_from = gathered
         write.ready = (event,)
         write.owner.stats.num_tags += 1
+        write.owner.stats.num_staged_tags += 1
         return Runs(*(np.array([x], np.uint64) for x in (write.buffer, grant.address, nbytes)))
 
     def _runs(self, write: _Write) -> Runs:
@@ -298,7 +338,8 @@ class Writes:
         now = self._clock()
         stats = write.owner.stats
         if write.posted_at:
-            stats.wire_s += now - write.posted_at
+            stats.wire_s += now - write.tried_at
+            write.note(Phase.WIRE, write.tried_at, now)
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
         self._return_buffer(write)
