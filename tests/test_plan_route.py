@@ -15,6 +15,7 @@ from pdkv.layout import (
     KVLayout,
     MemoryRegion,
     PoolLayout,
+    TokenShard,
 )
 from pdkv.plan import (
     CostModel,
@@ -26,6 +27,7 @@ from pdkv.plan import (
     Tag,
     coalesce,
     coalesce_pages,
+    geometry,
     validate,
 )
 from pdkv.plan.pages import require_distinct
@@ -341,3 +343,62 @@ def test_page_lists_may_be_views_of_any_integer_type() -> None:
     ids = np.array([5, 9, 3, 9, 1, 9], np.int32)[::2]
     runs = plan(route(same, same), ids, np.arange(12, dtype=np.uint16)[2::4][::-1], 12)  # type: ignore[arg-type]
     assert runs.total_nbytes == 12 * 4 * HEAD * 4
+
+
+class TestKeptAnswers:
+    """What a pair of ranks shares of a transfer chunk is kept from one plan to the next."""
+
+    def arguments(self, num_tokens: int, prefix: int) -> dict[str, object]:
+        pages = [1, 3, 5, 7][: -(-num_tokens // 4)]
+        return {
+            "decode_prefix_len": prefix,
+            "num_tokens": num_tokens,
+            "src_page_ids": pages,
+            "dst_page_ids": [2, 9, 4, 6][: len(pages) - prefix // 4],
+        }
+
+    @pytest.mark.parametrize("owners", [(0, 1), (0, 1, 1, 0)])
+    def test_a_map_that_depends_on_the_length_is_cut_anew_for_each(
+        self, owners: tuple[int, ...]
+    ) -> None:
+        src = msgspec.structs.replace(
+            EngineLayout.simple(KV, page_size=4, cp_size=2, chunk_tokens=4),
+            token_shard=TokenShard(owners=owners),
+        )
+        dst = engine(chunk_tokens=4)
+        used = validate(src, dst).route(0, 0, pool(), pool())
+        for num_tokens in (16, 9, 12, 10, 16):
+            fresh = validate(src, dst).route(0, 0, pool(), pool())
+            unit = -(-num_tokens // len(owners))
+            own = sum(
+                len(range(i * unit, min((i + 1) * unit, num_tokens)))
+                for i, owner in enumerate(owners)
+                if owner == 0
+            )
+            more = self.arguments(num_tokens, 0)
+            more["src_page_ids"] = [1, 3, 5, 7][: -(-own // 4)]
+            for got, want in zip(used.plan(TAG, **more), fresh.plan(TAG, **more), strict=True):
+                assert got.tolist() == want.tolist()
+
+    def test_an_error_in_a_list_is_found_though_the_chunk_is_known(self) -> None:
+        one = route((engine(), pool()), (engine(), pool()))
+        arguments = self.arguments(16, 0)
+        one.plan(TAG, **arguments)
+        with pytest.raises(ConfigError, match="names page 2 twice"):
+            one.plan(TAG, **{**arguments, "dst_page_ids": [2, 9, 2, 6]})
+        with pytest.raises(ConfigError, match="not known"):
+            one.plan(TAG, **{**arguments, "src_page_ids": [1, -1, 5, 7]})
+
+    def test_they_are_bounded_and_what_is_too_large_is_not_kept(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(geometry, "_MAX_KEPT_SEGMENTS", 4)
+        pairing = validate(engine(), engine())
+        one = pairing.route(0, 0, pool(), pool())
+        kept = pairing._geometry._parts_cache
+        for num_tokens in (4, 8, 12, 16, 4):
+            one.plan(TAG, **self.arguments(num_tokens, 0))
+            assert sum(len(cut) for parts in kept.values() for _, cut in parts) <= 4
+        monkeypatch.setattr(geometry, "_MAX_KEPT_SEGMENTS", 2)
+        one.plan(TAG, **self.arguments(12, 0))
+        assert not kept

@@ -13,10 +13,20 @@ from typing import NamedTuple
 from pdkv.errors import ConfigError
 from pdkv.layout import Component, EngineLayout
 from pdkv.plan.ownership import Ownership, Share
-from pdkv.plan.tokens import TokenMap, ceil_div, ever_share, shares_tokens
+from pdkv.plan.tokens import (
+    Segments,
+    TokenMap,
+    ceil_div,
+    ever_share,
+    segments,
+    shares_tokens,
+)
 from pdkv.topology import Rank
 
 __all__ = ["Geometry", "Stretch", "Tag"]
+
+# Kept answers hold no more segments than this in all: one is some 100 bytes with what follows.
+_MAX_KEPT_SEGMENTS = 1 << 16
 
 
 class Tag(NamedTuple):
@@ -63,6 +73,7 @@ class Geometry:
         self._share_cache: dict[tuple[int, int, int], tuple[Share, ...]] = {}
         self._meet_cache: dict[tuple[int, int, int], bool] = {}
         self._full_chunk_cache: dict[tuple[int, int, int], bool] = {}
+        self._parts_cache: dict[tuple[int, ...], tuple[tuple[int, Segments], ...]] = {}
 
     def _prefix_unit(self) -> int:
         """A prefix ends where a page ends on every rank, for all that the prefix covers."""
@@ -174,6 +185,53 @@ class Geometry:
             if units and start < stop:
                 yield Stretch(i, start, stop)
 
+    def parts(
+        self, src_rank_id: int, dst_rank_id: int, tag: Tag, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[tuple[int, Segments], ...]:
+        """For each share in the tag its index and its segments, cut at pages of either side.
+
+        The last few answers are kept: a full transfer chunk is cut alike in every request, and
+        most of them are full.
+        """
+        c, pair = tag.component, (src_rank_id, dst_rank_id)
+        cut = range(0)
+        if self.components[c].kind != "row":
+            start = self.start(c, decode_prefix_len, num_tokens)
+            cut = self.cut(tag.chunk, start, num_tokens)
+        by_length = num_tokens if any(m.depends_on_length for m in self._maps[c]) else 0
+        key = (*pair, c, cut.start, cut.stop, by_length)
+        kept = self._parts_cache.get(key)
+        if kept is None:
+            stretches = self.stretches(*pair, tag, decode_prefix_len, num_tokens)
+            kept = tuple(self._cut_at_pages(*pair, c, stretches, num_tokens))
+            self._keep(key, kept)
+        return kept
+
+    def _cut_at_pages(
+        self,
+        src_rank_id: int,
+        dst_rank_id: int,
+        c: int,
+        stretches: tuple[Stretch, ...],
+        num_tokens: int,
+    ) -> Iterator[tuple[int, Segments]]:
+        src_map, dst_map = self.token_maps(c, num_tokens)
+        src_cp = self.src_ranks[src_rank_id].cp_rank
+        dst_cp = self.dst_ranks[dst_rank_id].cp_rank
+        for share, start, stop in stretches:
+            cut = segments(src_map, src_cp, dst_map, dst_cp, start, stop)
+            if len(cut):
+                yield share, cut
+
+    def _keep(self, key: tuple[int, ...], parts: tuple[tuple[int, Segments], ...]) -> None:
+        """The oldest go until what is kept is within bounds; what is too large never enters."""
+        kept = self._parts_cache
+        room = _MAX_KEPT_SEGMENTS - _num_segments(parts)
+        while kept and sum(map(_num_segments, kept.values())) > room:
+            kept.pop(next(iter(kept)), None)
+        if room >= 0:
+            kept[key] = parts
+
     def sent_chunks(
         self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int
     ) -> Iterator[int]:
@@ -227,3 +285,7 @@ def _token_map(engine: EngineLayout, component: Component) -> TokenMap:
     if len(shard.owners) == 1:
         return TokenMap(shard.owners, 1, page)
     return TokenMap(shard.owners, shard.interleave // step, page)
+
+
+def _num_segments(parts: tuple[tuple[int, Segments], ...]) -> int:
+    return sum(len(cut) for _, cut in parts)

@@ -15,24 +15,36 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError
 from pdkv.plan.runs import RunBuffer
-from pdkv.plan.tokens import Ints, Segments
+from pdkv.plan.tokens import Ints, Segments, Steps
 
 __all__ = ["PageIds", "PageTable", "Placed", "as_ids", "place", "require_distinct"]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
 _MARKED_PER_ID = 64  # below so many pages per id, marking pages is faster than sorting ids
-_NO_OFFSETS = np.zeros(1, np.int64)
-_NO_OFFSETS.flags.writeable = False
 
 
 class Placed(NamedTuple):
-    """Segments whose pages are known. int64 arrays of one length, counted in elements."""
+    """Segments whose pages are known. int64 arrays of one length, counted in elements; a single
+    offset stands for all."""
 
     src_page_id: Ints
     src_offset: Ints
     dst_page_id: Ints
     dst_offset: Ints
     length: Ints
+    steps: Steps
+
+    def only(self, chosen: npt.NDArray[np.bool_]) -> Placed:
+        """Some of the segments."""
+        length = self.length[chosen]
+        return Placed(
+            self.src_page_id[chosen],
+            self.src_offset if len(self.src_offset) == 1 else self.src_offset[chosen],
+            self.dst_page_id[chosen],
+            self.dst_offset if len(self.dst_offset) == 1 else self.dst_offset[chosen],
+            length,
+            Steps(length),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +57,11 @@ class PageTable:
     length: int
     num_pages: int
 
-    def find(self, ids: Ints, elements: Ints) -> tuple[Ints, Ints]:
-        """(page id, offset in the page) of each local element."""
+    def find(self, ids: Ints, cut: Segments) -> tuple[Ints, Ints]:
+        """(page id, offset in the page) of each segment."""
         if len(ids) != self.length:
             raise ConfigError(f"{self.side}_page_ids has {len(ids)} entries, not {self.length}")
-        if self.page == 1:
-            pages, offsets = elements, _NO_OFFSETS
-        else:
-            pages = elements // self.page
-            offsets = elements - pages * self.page
+        pages, offsets = cut.paged(self.side, self.page)
         found = self._pick(ids, pages)
         # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
         if int(found.view(np.uint64).max()) >= self.num_pages:
@@ -69,6 +77,12 @@ class PageTable:
             return ids[first : last + 1]
         return ids[pages - self.first if self.first else pages]
 
+    def require_distinct(self, ids: Ints, cut: Segments, buffer: RunBuffer | None = None) -> None:
+        """ConfigError for a page that stands for two of the local pages in which segments lie."""
+        pages, _ = cut.paged(self.side, self.page)
+        first, last = int(pages[0]) - self.first, int(pages[-1]) - self.first
+        require_distinct(ids[first : last + 1], self.num_pages, buffer)
+
 
 def place(
     cut: Segments,
@@ -80,11 +94,10 @@ def place(
 ) -> Placed:
     """Look both lists up. Raises ConfigError for a wrong length or id, and for a dst page that
     stands for two of the local pages that are written: its bytes would be written twice."""
-    src_pages, src_offsets = src.find(src_ids, cut.src)
-    dst_pages, dst_offsets = dst.find(dst_ids, cut.dst)
-    first, last = int(cut.dst[0]) // dst.page, int(cut.dst[-1]) // dst.page
-    require_distinct(dst_ids[first - dst.first : last - dst.first + 1], dst.num_pages, buffer)
-    return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length)
+    src_pages, src_offsets = src.find(src_ids, cut)
+    dst_pages, dst_offsets = dst.find(dst_ids, cut)
+    dst.require_distinct(dst_ids, cut, buffer)
+    return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length, cut.steps)
 
 
 def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None) -> None:

@@ -12,10 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from pdkv.layout import Component
 from pdkv.plan.ownership import Share
@@ -24,7 +23,7 @@ from pdkv.plan.runs import run_starts
 from pdkv.plan.storage import ComponentStorage
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Block", "Group", "Pieces", "Steps", "flat_index", "groups"]
+__all__ = ["Block", "Group", "Pieces", "flat_index", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +65,8 @@ class Group:
             if full.all():
                 return self._whole_pages(placed)
             if full.any():
-                rest = Placed(*(column[~full] for column in placed))
-                full_pages = Placed(*(column[full] for column in placed))
-                return [*self._whole_pages(full_pages), self._along(self.tokens, rest)]
+                rest = self._along(self.tokens, placed.only(~full))
+                return [*self._whole_pages(placed.only(full)), rest]
         return [self._along(self.tokens, placed)]
 
     def strided(self, placed: Placed) -> list[Block]:
@@ -110,9 +108,8 @@ class Group:
     def _per_element(self, placed: Placed) -> Block:
         """One run for each piece and element."""
         src, dst = self._offsets(placed)
-        steps = Steps(placed.length)
-        src = steps.spread(src, self.src_token_stride)
-        dst = steps.spread(dst, self.dst_token_stride)
+        src = placed.steps.spread(src, self.src_token_stride)
+        dst = placed.steps.spread(dst, self.dst_token_stride)
         return Block(self.tokens, src, dst, self.tokens.nbytes[:1])
 
     def _offsets(self, placed: Placed) -> tuple[Ints, Ints]:
@@ -153,31 +150,6 @@ def flat_index(page_ids: Ints, per_page: int, offsets: Ints, per_offset: int) ->
     if len(offsets) > 1 or offsets[0]:
         out += offsets * per_offset
     return out
-
-
-class Steps:
-    """Turns a value per segment into a value per element; made once for both sides.
-
-    `dtype` is that of the values and of what is made of them.
-    """
-
-    def __init__(self, length: Ints, dtype: type[np.integer[Any]] = np.int64) -> None:
-        longest = int(length.max())
-        self._inside = np.arange(longest, dtype=dtype)
-        self._repeats: Ints | None = None
-        if int(length.min()) != longest:
-            end = np.cumsum(length)
-            self._repeats = length
-            inside = np.arange(end[-1], dtype=np.int64) - np.repeat(end - length, length)
-            self._inside = inside.astype(dtype, copy=False)
-
-    def spread(self, first: npt.NDArray[Any], step: int) -> npt.NDArray[Any]:
-        """first[i] + k * step for each element k of segment i, one segment after the other."""
-        if self._repeats is not None:
-            return np.asarray(np.repeat(first, self._repeats) + self._inside * step)
-        if len(self._inside) == 1:
-            return first
-        return np.asarray(first[:, None] + self._inside * step).ravel()
 
 
 def groups(

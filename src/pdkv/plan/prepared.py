@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import PageIds, Placed
-from pdkv.plan.pieces import Group, Pieces, Steps, flat_index
+from pdkv.plan.pieces import Group, Pieces, flat_index
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints
@@ -143,31 +143,26 @@ def _blocks(
     """(section, index at src, index at dst), counted from where a piece begins in each list."""
     element, page = sections
     if page is None:
-        return [_elements(element, placed, dtype, single=group.single)]
+        return [_elements(element, placed, dtype)]
     full = placed.length == group.page
     blocks = []
     if full.any():
-        whole = placed if full.all() else Placed(*(column[full] for column in placed))
+        whole = placed if full.all() else placed.only(full)
         src = whole.src_page_id * page.src.per_page
         dst = whole.dst_page_id * page.dst.per_page
         blocks.append((page, src.astype(dtype, copy=False), dst.astype(dtype, copy=False)))
     if not full.all():
-        rest = Placed(*(column[~full] for column in placed))
-        blocks.append(_elements(element, rest, dtype, single=False))
+        blocks.append(_elements(element, placed.only(~full), dtype))
     return blocks
 
 
-def _elements(
-    section: Section, placed: Placed, dtype: type[np.integer[Any]], *, single: bool
-) -> Located:
+def _elements(section: Section, placed: Placed, dtype: type[np.integer[Any]]) -> Located:
     src, dst = section.src, section.dst
     at_src = flat_index(placed.src_page_id, src.per_page, placed.src_offset, src.per_offset)
     at_dst = flat_index(placed.dst_page_id, dst.per_page, placed.dst_offset, dst.per_offset)
     # The narrow type before the elements are listed: half of the bytes to write.
     at_src, at_dst = at_src.astype(dtype, copy=False), at_dst.astype(dtype, copy=False)
-    if single:
-        return section, at_src, at_dst
-    steps = Steps(placed.length, dtype)
+    steps = placed.steps
     return section, steps.spread(at_src, src.per_offset), steps.spread(at_dst, dst.per_offset)
 
 

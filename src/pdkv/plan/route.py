@@ -20,7 +20,7 @@ from pdkv.plan.pieces import Group, groups
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns
 from pdkv.plan.storage import ComponentStorage, Storage
 from pdkv.plan.strided import strided_runs
-from pdkv.plan.tokens import Segments, segments
+from pdkv.plan.tokens import Segments
 
 __all__ = ["Route"]
 
@@ -215,22 +215,14 @@ class Route:
 
     def parts(
         self, tag: Tag, decode_prefix_len: int, num_tokens: int
-    ) -> list[tuple[int, Segments]]:
+    ) -> tuple[tuple[int, Segments], ...]:
         """For each share in the tag its index and its segments."""
-        geometry, c = self._geometry, tag.component
-        if tag.writer != self.src_rank_id or not 0 <= c < len(self._shared):
+        if tag.writer != self.src_rank_id or not 0 <= tag.component < len(self._shared):
             raise ConfigError(f"{tag} is no KV or state of src rank {self.src_rank_id}")
-        parts = []
-        if self._shared[c] is not None:
-            src_map, dst_map = geometry.token_maps(c, num_tokens)
-            src_cp = geometry.src_ranks[self.src_rank_id].cp_rank
-            dst_cp = geometry.dst_ranks[self.dst_rank_id].cp_rank
-            for stretch in geometry.stretches(
-                self.src_rank_id, self.dst_rank_id, tag, decode_prefix_len, num_tokens
-            ):
-                cut = segments(src_map, src_cp, dst_map, dst_cp, stretch.start, stretch.stop)
-                if len(cut.length):
-                    parts.append((stretch.share, cut))
+        parts: tuple[tuple[int, Segments], ...] = ()
+        if self._shared[tag.component] is not None:
+            pair = (self.src_rank_id, self.dst_rank_id)
+            parts = self._geometry.parts(*pair, tag, decode_prefix_len, num_tokens)
         if not parts:
             raise ConfigError(f"{tag} carries nothing to rank {self.dst_rank_id}")
         return parts

@@ -13,11 +13,11 @@ from typing import NamedTuple
 import numpy as np
 
 from pdkv.plan.geometry import Tag
-from pdkv.plan.pages import PageIds, as_ids, require_distinct
-from pdkv.plan.pieces import Group, Steps, flat_index
+from pdkv.plan.pages import PageIds, as_ids
+from pdkv.plan.pieces import Group, flat_index
 from pdkv.plan.route import Route
 from pdkv.plan.tables import TableCopy
-from pdkv.plan.tokens import Ints, Segments, ceil_div
+from pdkv.plan.tokens import Ints, Segments, Steps, ceil_div
 
 __all__ = ["gather_copies", "scatter_copies", "staged_nbytes"]
 
@@ -61,7 +61,7 @@ def gather_copies(
     ids, copies = as_ids(src_page_ids), []
     for block in _blocks(route, tag, decode_prefix_len, num_tokens):
         group = block.group
-        pages, inside = table.find(ids, block.cut.src)
+        pages, inside = table.find(ids, block.cut)
         at = flat_index(pages, group.src_page_stride, inside, group.src_token_stride)
         for offsets, dense, run in _runs(block, at, group.src_token_stride):
             bases = _rows(block, region)
@@ -83,9 +83,8 @@ def scatter_copies(
     ids, copies = as_ids(dst_page_ids), []
     for block in _blocks(route, tag, decode_prefix_len, num_tokens):
         group = block.group
-        pages, inside = table.find(ids, block.cut.dst)
-        first, last = int(block.cut.dst[0]) // table.page, int(block.cut.dst[-1]) // table.page
-        require_distinct(ids[first - table.first : last - table.first + 1], table.num_pages)
+        pages, inside = table.find(ids, block.cut)
+        table.require_distinct(ids, block.cut)
         at = flat_index(pages, group.dst_page_stride, inside, group.dst_token_stride)
         for offsets, dense, run in _runs(block, at, group.dst_token_stride):
             bases = _rows(block, region)

@@ -8,15 +8,26 @@ so there is one formula. Refuses to know heads, layers, page ids and bytes. Laye
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Ints", "Segments", "TokenMap", "ceil_div", "ever_share", "segments", "shares_tokens"]
+__all__ = [
+    "Ints",
+    "Segments",
+    "Steps",
+    "TokenMap",
+    "ceil_div",
+    "ever_share",
+    "segments",
+    "shares_tokens",
+]
 
 Ints = npt.NDArray[np.int64]
+_NO_OFFSETS = np.zeros(1, np.int64)
+_NO_OFFSETS.flags.writeable = False
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -97,16 +108,71 @@ class TokenMap:
         return np.asarray((cycles * len(mine) + order[unit]) * self.interleave + inside)
 
 
-class Segments(NamedTuple):
+@dataclass(frozen=True, slots=True, eq=False)
+class Segments:
     """Stretches that are consecutive on both sides and cross no page of either.
 
     int64 arrays of one length: local index of the first element at src and at dst, and the number
-    of elements.
+    of elements. What follows from them alone is computed once: none of it depends on page ids.
     """
 
     src: Ints
     dst: Ints
     length: Ints
+    _paged: dict[tuple[str, int], tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
+    _steps: list[Steps] = field(default_factory=list, repr=False)
+
+    def __len__(self) -> int:
+        return len(self.length)
+
+    def paged(self, side: str, page: int) -> tuple[Ints, Ints]:
+        """(local page, offset in the page) of each first element at "src" or "dst". Where all
+        offsets are 0, a single one stands for all."""
+        key = (side, page)
+        if key not in self._paged:
+            elements = self.src if side == "src" else self.dst
+            pages = elements if page == 1 else elements // page
+            offsets = elements - pages * page
+            self._paged[key] = pages, offsets if offsets.any() else _NO_OFFSETS
+        return self._paged[key]
+
+    @property
+    def steps(self) -> Steps:
+        """From a value per segment to one per element."""
+        if not self._steps:
+            self._steps.append(Steps(self.length))
+        return self._steps[0]
+
+
+class Steps:
+    """Turns a value per segment into a value per element."""
+
+    def __init__(self, length: Ints) -> None:
+        self._longest = int(length.max())
+        self._length = None if int(length.min()) == self._longest else length
+        self._inside: dict[tuple[str, int], npt.NDArray[Any]] = {}
+
+    def spread(self, first: npt.NDArray[Any], step: int) -> npt.NDArray[Any]:
+        """first[i] + k * step for each element k of segment i, one segment after the other, in
+        the type of `first`."""
+        if self._longest == 1:
+            return first
+        each = self._longest if self._length is None else self._length
+        spread = np.repeat(first, each)
+        spread += self._steps_inside(len(first), step, first.dtype)
+        return spread
+
+    def _steps_inside(self, num_segments: int, step: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """k * step for each element; kept, since the next plan of this route asks for the same."""
+        key = (np.dtype(dtype).str, step)
+        if key not in self._inside:
+            if self._length is None:
+                inside = np.tile(np.arange(self._longest, dtype=np.int64), num_segments)
+            else:
+                end = np.cumsum(self._length)
+                inside = np.arange(end[-1]) - np.repeat(end - self._length, self._length)
+            self._inside[key] = (inside * step).astype(dtype)
+        return self._inside[key]
 
 
 def segments(
