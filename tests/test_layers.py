@@ -50,7 +50,13 @@ LAYERS = {
 WORDS, MEMORY, PLUGS, SHELL, TOOLS = 0, 3, 4, 5, 6
 
 # What plugs of one package share; a helper imports no plug.
-HELPERS = {"backends.registry", "backends.regions", "backends.worker", "backends.lists"}
+HELPERS = {
+    "backends.registry",
+    "backends.regions",
+    "backends.worker",
+    "backends.lists",
+    "observe.exporters.pump",
+}
 
 PURE_THIRD_PARTY = {
     0: {"msgspec"},
@@ -81,7 +87,11 @@ IMPURE = {
 }
 IMPURE_CALLS = {"open", "print", "input", "breakpoint", "exec", "eval"}
 # Modules that need a third party which may be missing.
-OPTIONAL = {"pdkv.kernels.triton_source": "triton"}
+OPTIONAL = {
+    "pdkv.kernels.triton_source": "triton",
+    "pdkv.observe.exporters.prometheus": "prometheus_client",
+    "pdkv.observe.exporters.otel": "opentelemetry",
+}
 HEAVY = {"torch", "zmq", "nixl", "nixl_cu12", "nixl_cu13", "triton", "mooncake"}
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -12,6 +13,7 @@ from pdkv.endpoint.events import EndpointEvent, Health, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
+from pdkv.observe import WaitingRequest
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
@@ -40,6 +42,7 @@ class Endpoint:
         self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
         self._backlog: list[EndpointEvent] = []
         self._is_draining = False
+        self._sources: list[Callable[[float], list[WaitingRequest]]] = []
 
     def poll(self, now: float) -> list[EndpointEvent]:
         """Take the node's news (and make progress, where the node has no thread of its own).
@@ -101,9 +104,24 @@ class Endpoint:
         """Requests that are not yet released."""
         return len(self._gate)
 
-    def health(self) -> Health:
-        """What is wrong, what each request waits for, what is in quarantine."""
-        return self.node.health()
+    def health(self, max_waiting: int | None = None) -> Health:
+        """What is wrong, what each request waits for, what is in quarantine; with what the group
+        and the queues of a driver know beside it."""
+        health = self.node.health(max_waiting)
+        problems, waiting = list(health.problems), list(health.waiting)
+        group = self._gate.group_problem
+        if group and group not in problems:
+            problems.append(f"a rank of this group: {group}")
+        if self._is_draining:
+            problems.append("the endpoint drains: it admits nothing")
+        for source in self._sources:
+            waiting += source(health.now)
+        return msgspec.structs.replace(health, problems=tuple(problems), waiting=tuple(waiting))
+
+    def report_with(self, source: Callable[[float], list[WaitingRequest]]) -> None:
+        """Let `health` also tell what `source(now)` does: requests that this endpoint has not
+        seen yet. Drivers do so for their queues."""
+        self._sources.append(source)
 
     def declare_gone(self, incarnation: bytes) -> None:
         """Operator's proof that a life of an engine can't write any more: quarantine ends."""

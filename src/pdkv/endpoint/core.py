@@ -228,6 +228,7 @@ class NodeCore:
             return []
         return requests.observing.live((o, requests.engine_of(o)) for o in requests.owners())
 
-    def health(self) -> Health:
+    def health(self, now: float, max_waiting: int | None = None) -> Health:
         """A snapshot for an operator."""
-        return health_of(self.requests, self.links.refusals, self.counters)
+        parts = (self.requests, self.links, self.writes, self.counters)
+        return health_of(*parts, now, max_waiting)

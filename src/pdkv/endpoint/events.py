@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdkv.observe import TransferStats
+from pdkv.observe import QuarantinedRequest, TransferStats, WaitingRequest
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key
 from pdkv.request.events import Outcome
@@ -21,12 +21,12 @@ __all__ = [
     "EndpointEvent",
     "Health",
     "HealthChanged",
+    "PeerHealth",
     "Recompute",
     "Refusal",
     "Released",
     "RequestFailed",
     "Succeeded",
-    "WaitingRequest",
 ]
 
 
@@ -118,16 +118,6 @@ class Released(EndpointEvent, frozen=True, kw_only=True):
     """The request's pages, aux slot and state may be reused, on every rank."""
 
 
-class WaitingRequest(msgspec.Struct, frozen=True):
-    """One request that is not over: what it waits for, and from which ranks of the peer."""
-
-    key: str
-    poll: str
-    memory: str
-    peers: tuple[int, ...]
-    cause: str
-
-
 class Refusal(msgspec.Struct, frozen=True):
     """A handshake that failed, in the same words on both sides."""
 
@@ -136,11 +126,34 @@ class Refusal(msgspec.Struct, frozen=True):
     text: str
 
 
+class PeerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """A rank of another engine (`engine`: its incarnation in hex) as this node knows it.
+
+    heard_s: seconds since its last word, infinite where there was none.
+    """
+
+    address: str
+    engine: str
+    rank_id: int
+    state: str
+    reason: str
+    heard_s: float
+    num_requests: int
+
+
 class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `problems` is empty when the node admits requests."""
+    """A snapshot. `problems` is empty when the node admits requests.
+
+    `now`: the node's clock, to which every `since` belongs. `waiting` has the oldest requests
+    where it was limited; `num_live` counts all of them.
+    """
 
     problems: tuple[str, ...]
     waiting: tuple[WaitingRequest, ...]
     num_quarantined: int
     refusals: tuple[Refusal, ...]
     counters: dict[str, int]
+    quarantine: tuple[QuarantinedRequest, ...] = ()
+    peers: tuple[PeerHealth, ...] = ()
+    num_live: int = 0
+    now: float = 0.0

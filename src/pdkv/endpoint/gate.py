@@ -132,6 +132,11 @@ class Gate:
         """Take this rank's own state; an empty problem is none."""
         self._problem = problem
 
+    @property
+    def group_problem(self) -> str:
+        """Why the group admits nothing; nothing when it is well."""
+        return self._group_problem
+
     def votes(self) -> dict[Key, Vote]:
         """What this rank knows and its group has not applied. Empty when nothing changed."""
         votes: dict[Key, Vote] = {}

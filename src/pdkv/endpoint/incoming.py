@@ -11,7 +11,7 @@ from collections import Counter
 
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
-from pdkv.endpoint.records import LocalRank, Receiving
+from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.errors import RemoteProtocolError
 from pdkv.plan import Tag
@@ -215,11 +215,14 @@ class Incoming:
         for owner in self._requests.of_peer(peer):
             if isinstance(owner, Receiving):
                 item = known.pop(owner.machine.identity, None)
+                if item is not None:
+                    _note_word(owner, rank_id, item.wait)
                 seen = PeerSeen(rank_id, item.poll, item.wait) if item else PeerSeen(rank_id, None)
                 inbox.append((owner, seen))
         for identity, item in known.items():
             sending = self._requests.rooms.by_identity.get(identity)
             if sending is not None and identity.incarnation == peer.key[0]:
+                _note_word(sending, rank_id, item.wait)
                 inbox.append((sending, PeerSeen(rank_id, item.poll, item.wait)))
 
     # -- bytes that arrived -----------------------------------------------------------------------
@@ -263,3 +266,10 @@ class Incoming:
         owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
         cut: list[Event] = [HandedOver(stamp.num_tokens)] if is_short else []
         return [*cut, TagArrived(tag, is_staged)]
+
+
+def _note_word(owner: Receiving | Sending, rank_id: int, wait: int) -> None:
+    """For an operator: what this peer waits for itself."""
+    if owner.words is None:
+        owner.words = {}
+    owner.words[rank_id] = wait

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Self
 
+import msgspec
+
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change, Health
 from pdkv.endpoint.records import LocalRank, Planner
@@ -154,7 +156,7 @@ class Node:
 
     def ask(self, question: Callable[[], object], timeout_s: float = 5.0) -> object:
         """Run a question where the core runs and wait for its answer."""
-        if self._thread is None:
+        if self._thread is None or self._broken:
             return question()
         done: threading.Event = threading.Event()
         answers: list[object] = []
@@ -174,10 +176,17 @@ class Node:
             raise errors[0]
         return answers[0]
 
-    def health(self) -> Health:
-        """What is wrong, what waits for whom, what is in quarantine."""
-        health = self.ask(self.core.health)
+    def health(self, max_waiting: int | None = None) -> Health:
+        """What is wrong, what waits for whom, what is in quarantine.
+
+        It is put together where the node runs, some microseconds a request: `max_waiting` limits
+        it to the oldest, for a look now and then at a node that has thousands.
+        """
+        health = self.ask(lambda: self.core.health(self._clock(), max_waiting))
         assert isinstance(health, Health)
+        if self._broken:
+            problem = f"the node's thread has died: {self._broken}"
+            return msgspec.structs.replace(health, problems=(problem, *health.problems))
         return health
 
     def journals(self) -> dict[str, bytes]:

@@ -55,6 +55,7 @@ class Receiving:
     alarm_at: float = math.inf
     stages_with: set[int] = field(default_factory=set)
     timeline: RequestTimeline | None = None  # None: nobody watches
+    words: dict[int, int] | None = None  # what its peers wait for, by rank: a Wait
 
     @property
     def ref(self) -> Identity:
@@ -95,6 +96,8 @@ class Sending:
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
     timeline: RequestTimeline | None = None  # None: nobody watches
+    words: dict[int, int] | None = None  # what its peers wait for, by rank: a Wait
+    num_computed: int = 0
 
     @property
     def ref(self) -> int:
@@ -104,6 +107,7 @@ class Sending:
     def note_event(self, event: Event, now: float) -> None:
         """Of what the engine says, the moments that its figures tell."""
         if isinstance(event, TokensComputed):
+            self.num_computed = event.stop
             is_last = event.stop == self.machine.num_tokens
         else:
             is_last = isinstance(event, Finish)

@@ -19,7 +19,7 @@ from pdkv.endpoint.rooms import Rooms
 from pdkv.endpoint.staging import Staging
 from pdkv.endpoint.writes import Writes
 from pdkv.limits import Limits
-from pdkv.observe import TransferStats
+from pdkv.observe import TransferStats, identity_fields
 from pdkv.plan import Pairing
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
@@ -107,7 +107,8 @@ class Requests:
                 self._carry_out(owner, action, now)
         except Exception as error:  # this request is broken; the others go on
             self._counters["broken_requests"] += 1
-            _log.exception("request failed inside pdkv\n%s", machine.story())
+            fields = identity_fields(machine.identity)
+            _log.exception("request failed inside pdkv\n%s", machine.story(), extra=fields)
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
         self._alarms.set(owner, machine.due_at)
         change = owner.news(now)

@@ -322,6 +322,12 @@ class Rooms:
             if peer is not None:
                 self._refuse(peer, asking.identity, cause, now)
 
+    def unopened(self) -> Iterator[tuple[PeerKey, Asking, float]]:
+        """The same for an operator: who asked, for what, and since when."""
+        for early in self._early.values():
+            for key, asking in early.asking.items():
+                yield key, asking, early.since
+
     def early_words(self) -> Iterator[tuple[PeerKey, Waiting]]:
         """What peers asked for and no engine has opened: it is queued."""
         for early in self._early.values():

@@ -51,6 +51,7 @@ class DecodeDriver:
         self.stages = stages
         self._gather = gather
         self._events: list[EndpointEvent] = []
+        endpoint.report_with(stages.waits)
 
     def step(self, now: float) -> list[QueueEvent]:
         """Let both move on. In a group a collective: every rank calls it as often."""
@@ -59,6 +60,7 @@ class DecodeDriver:
 
     def begin(self, now: float) -> bytes:
         """Take the endpoint's news; the votes of this rank."""
+        self.stages.begin_step(now)
         self._events = self.endpoint.poll(now)
         return _encode(self.endpoint, self.stages.votes())
 
@@ -98,6 +100,7 @@ class PrefillDriver:
         self.stages = stages
         self._gather = gather
         self._events: list[EndpointEvent] = []
+        endpoint.report_with(stages.waits)
 
     def step(self, now: float) -> list[QueueEvent]:
         """Let both move on. In a group a collective: every rank calls it as often."""
@@ -106,6 +109,7 @@ class PrefillDriver:
 
     def begin(self, now: float) -> bytes:
         """Take the endpoint's news; the votes of this rank."""
+        self.stages.begin_step(now)
         self._events = self.endpoint.poll(now)
         return _encode(self.endpoint, b"")
 

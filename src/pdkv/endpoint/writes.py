@@ -6,16 +6,17 @@ owed gigabytes holds nothing up but its own lane. Layer 5.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdkv.endpoint.parts import split_runs
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
-from pdkv.interfaces import BackendLimits, ReadyEvent, TransferBackend
+from pdkv.interfaces import ReadyEvent, TransferBackend
 from pdkv.observe import Phase
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from pdkv.endpoint.records import Sending
     from pdkv.endpoint.staging import Staging
 
-__all__ = ["Writes", "split_runs"]
+__all__ = ["Writes"]
 
 _STEP_S = 0.005  # how long one step may hand over; a backend may copy inside `post`
 _LANE_SHARE = 4  # one peer gets at most this part of the backend's queue
@@ -136,6 +137,29 @@ class Writes:
             if write.owner is owner and write.parts:
                 write.fail("abandoned", quiet=True)
         return [WriteEnded(w.peer.rank_id, w.tag, "abandoned") for w in dropped]
+
+    def waits(self) -> dict[int, Counter[str]]:
+        """By sender's handle, how many tags wait for what: for an operator."""
+        found: dict[int, Counter[str]] = {}
+        for write in self._in_flight.values():
+            found.setdefault(write.owner.handle, Counter())["wire"] += 1
+        for lane in self._lanes.values():
+            for write in lane.pending:
+                if not write.num_in_flight:
+                    waits = found.setdefault(write.owner.handle, Counter())
+                    waits[self._wait_of(write)] += 1
+        return found
+
+    def _wait_of(self, write: _Write) -> str:
+        if write.gather_from:
+            return "gather"
+        if write.ready and write.parts is None:
+            try:
+                if not all(event.query() for event in write.ready):
+                    return "source"
+            except Exception:  # the next step fails the write for it
+                return "source"
+        return "buffer" if self._lacks_buffer(write) else "room"
 
     # -- posting ----------------------------------------------------------------------------------
 
@@ -356,36 +380,3 @@ class Writes:
             return None
         pairs = ((event.tag.component, event.tag.chunk),)
         return Sent(identity, (), pairs) if is_staged else Sent(identity, pairs)
-
-
-def split_runs(runs: Runs, limits: BackendLimits) -> list[Runs]:
-    """Parts that one post may hold each, in order; runs that are too long are cut."""
-    if runs.num_runs <= limits.max_runs_per_post and (
-        runs.total_nbytes <= limits.max_nbytes_per_post
-    ):
-        return [runs]
-    runs = _cut(runs, limits.max_nbytes_per_post)
-    return list(_groups(runs, limits))
-
-
-def _cut(runs: Runs, max_nbytes: int) -> Runs:
-    """No run is longer than `max_nbytes`."""
-    pieces = np.maximum(1, -(-runs.nbytes.astype(np.int64) // max_nbytes))
-    if not (pieces > 1).any():
-        return runs
-    which = np.repeat(np.arange(len(pieces)), pieces)
-    place = np.arange(len(which)) - (np.cumsum(pieces) - pieces)[which]
-    offset = place.astype(np.uint64) * np.uint64(max_nbytes)
-    left = runs.nbytes[which] - offset
-    nbytes = np.minimum(left, np.uint64(max_nbytes))
-    return Runs(runs.src[which] + offset, runs.dst[which] + offset, nbytes)
-
-
-def _groups(runs: Runs, limits: BackendLimits) -> Iterator[Runs]:
-    ends = np.cumsum(runs.nbytes.astype(np.int64))
-    first, before = 0, 0
-    while first < runs.num_runs:
-        last = int(np.searchsorted(ends, before + limits.max_nbytes_per_post, side="right"))
-        last = min(last, first + limits.max_runs_per_post)
-        yield Runs(*(column[first:last] for column in runs))
-        first, before = last, int(ends[last - 1])

@@ -4,11 +4,13 @@ Hand a `Recorder` to a node and read it when you like; exporters are in `pdkv.ob
 """
 
 from pdkv.observe.attribution import RequestTimes, attribute, slowest_phase
+from pdkv.observe.fields import identity_fields
 from pdkv.observe.metrics import METRICS, Metric, Registry, Sample, quantile
 from pdkv.observe.phases import DEPTH, PHASES_OF, Phase
 from pdkv.observe.recorder import Feed, Recorder
 from pdkv.observe.timeline import RequestTimeline, Role, Slice, TransferStats
 from pdkv.observe.trace import RankName, decode_trace, encode_trace, trace_events
+from pdkv.observe.waiting import Place, QuarantinedRequest, WaitingRequest
 
 __all__ = [
     "DEPTH",
@@ -17,6 +19,8 @@ __all__ = [
     "Feed",
     "Metric",
     "Phase",
+    "Place",
+    "QuarantinedRequest",
     "RankName",
     "Recorder",
     "Registry",
@@ -26,9 +30,11 @@ __all__ = [
     "Sample",
     "Slice",
     "TransferStats",
+    "WaitingRequest",
     "attribute",
     "decode_trace",
     "encode_trace",
+    "identity_fields",
     "quantile",
     "slowest_phase",
     "trace_events",

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 
+from pdkv.observe.fields import identity_fields
 from pdkv.observe.phases import Phase
 from pdkv.observe.timeline import RequestTimeline, Slice
 
@@ -135,14 +136,10 @@ def _complete(
 
 
 def _identity(timeline: RequestTimeline) -> dict[str, Any]:
-    args: dict[str, Any] = {"role": timeline.role}
-    if timeline.identity is not None:
-        identity = timeline.identity
-        args |= {"room": identity.room, "attempt": identity.attempt}
-        args["incarnation"] = identity.incarnation.hex()
-    else:
-        args["handle"] = timeline.ref
-    return args
+    fields: dict[str, Any] = {"role": timeline.role, **identity_fields(timeline.identity)}
+    if timeline.identity is None:
+        fields["handle"] = timeline.ref
+    return fields
 
 
 def _marks(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pdkv.errors import ConfigError
+from pdkv.observe import Phase, Recorder
+from pdkv.queues.clock import StepClock
 from pdkv.queues.gate import GroupGate
 from pdkv.queues.memory import Holding, RequestMemory
 from pdkv.queues.ports import DecodeTransport
@@ -27,6 +29,7 @@ class DecodeContext:
         transport: DecodeTransport,
         rank_id: int = 0,
         settings: QueueSettings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.memory = memory
         self.transport = transport
@@ -35,6 +38,8 @@ class DecodeContext:
         if memory.slots is None:
             raise ConfigError("a decode rank needs a pool of request slots")
         self.slots = memory.slots
+        self.recorder = recorder
+        self.clock = StepClock()
         self.gate = GroupGate()
         self.events: list[QueueEvent] = []
         self.num_attempts = 0
@@ -43,6 +48,19 @@ class DecodeContext:
     def emit(self, event: QueueEvent) -> None:
         """Tell the engine at the end of the step."""
         self.events.append(event)
+
+    def note_phase(
+        self,
+        request: DecodeRequest,
+        phase: Phase,
+        begin: DecodeStage,
+        end: DecodeStage | None = None,
+    ) -> None:
+        """For its trace: a phase that began with a stage, and ends with another one or now."""
+        since, identity = request.times.at(begin), request.identity
+        if self.recorder is not None and since and identity is not None:
+            until = self.clock.now if end is None else request.times.at(end)
+            self.recorder.note(identity, phase, since, until)
 
     def take_holding(self, request: DecodeRequest) -> Holding:
         """What the request holds, which it holds no more."""

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from pdkv.errors import ConfigError
+from pdkv.observe import WaitingRequest
 from pdkv.protocol import Identity
 from pdkv.queues.context import DecodeContext
 from pdkv.queues.gate import Decision, Topic
@@ -26,6 +27,7 @@ from pdkv.queues.retraction import RetractedQueue
 from pdkv.queues.running import DecodeRunningBatch
 from pdkv.queues.transfer import DecodeTransferQueue
 from pdkv.queues.waiting import DecodeWaitingQueue, PrebuiltBatch
+from pdkv.queues.waits import decode_waits
 from pdkv.request.events import Outcome
 
 __all__ = ["DecodeStages"]
@@ -106,6 +108,14 @@ class DecodeStages:
     def on_released(self, identity: Identity) -> None:
         """The endpoint's Released."""
         self.transfer.on_released(identity)
+
+    def begin_step(self, now: float) -> None:
+        """The time of this step: what the queues know of time, for health and traces alone."""
+        self.context.clock.now = now
+
+    def waits(self, now: float) -> list[WaitingRequest]:
+        """What each request that does not run waits for. Any thread."""
+        return decode_waits(list(self._live.values()), self.context, now)
 
     def votes(self) -> bytes:
         """What this rank alone knows; the engine gathers it from all ranks for `apply`."""

@@ -20,8 +20,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import LayoutMismatch, PdkvError
+from pdkv.observe import Phase
 from pdkv.protocol import Identity
 from pdkv.queues.admission import Resources, Waiting, plan_admission
+from pdkv.queues.clock import StageTimes
 from pdkv.queues.context import DecodeContext
 from pdkv.queues.gate import Topic
 from pdkv.queues.memory import Holding
@@ -79,6 +81,7 @@ class DecodePreallocQueue:
             )
             return
         self._context.gate.start_again(request.request_id)
+        request.times = StageTimes(self._context.clock)
         request.stage = DecodeStage.RESOLVING
         request.record = request.identity = None
         self._requests[request.request_id] = request
@@ -122,6 +125,7 @@ class DecodePreallocQueue:
                 num_tokens=request.num_kv,
             )
             self._announced[request.identity] = request
+            context.note_phase(request, Phase.BOOTSTRAP, DecodeStage.RESOLVING)
 
     def on_computed(self, identity: Identity) -> None:
         """Prefill has computed an announced request: it waits for memory from now on."""
@@ -200,6 +204,9 @@ class DecodePreallocQueue:
                 decode_prefix_len=holding.match.num_tokens,
                 state_ids=own_ids,
             )
+            resolving, queued = DecodeStage.RESOLVING, DecodeStage.QUEUED
+            context.note_phase(request, Phase.BOOTSTRAP, resolving, queued)
+            context.note_phase(request, Phase.PREALLOC, queued)
         context.memory.expose(holding, to_fill)
         request.stage = DecodeStage.TRANSFER
         self.remove(request)

@@ -19,7 +19,9 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
+from pdkv.observe import Phase, Recorder
 from pdkv.queues.admission import Waiting, plan_admission
+from pdkv.queues.clock import StageTimes, StepClock
 from pdkv.queues.memory import Holding, RequestMemory
 from pdkv.queues.ports import PrefillTransport
 from pdkv.queues.records import QueueEvent, QueueSettings, RequestEnded, RequestRefused
@@ -64,10 +66,21 @@ class PrefillRequest:
         self.priority = priority
         self.payload = payload
         self.request_id = -1
-        self.stage = PrefillStage.BOOTSTRAP
+        self.times = StageTimes()
+        self._stage = PrefillStage.BOOTSTRAP
         self.handle: Any = None
         self.holding: Holding | None = None
         self.num_sent = 0
+
+    @property
+    def stage(self) -> PrefillStage:
+        """Where it is. The queues move it."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: PrefillStage) -> None:
+        self._stage = stage
+        self.times.enter(stage)
         self.num_bypassed = 0
         self.stats: Any = None  # figures of its transfer, as the endpoint tells them
 
@@ -102,11 +115,19 @@ class PrefillBootstrapQueue:
     """Requests whose decode engine has not answered yet, and those that wait for memory."""
 
     def __init__(
-        self, memory: RequestMemory, transport: PrefillTransport, settings: QueueSettings
+        self,
+        memory: RequestMemory,
+        transport: PrefillTransport,
+        settings: QueueSettings,
+        *,
+        clock: StepClock | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self._memory = memory
         self._transport = transport
         self._settings = settings
+        self._clock = clock or StepClock()
+        self._recorder = recorder
         self._requests: dict[int, PrefillRequest] = {}  # by handle id
         self._num_arrived = 0
         self.events: list[QueueEvent] = []
@@ -120,6 +141,8 @@ class PrefillBootstrapQueue:
     def add(self, request: PrefillRequest) -> None:
         """Open the room. One that can never fit is refused, and its peer is told why."""
         request.request_id = self._num_arrived
+        request.times.clock = self._clock
+        request.stage = PrefillStage.BOOTSTRAP
         self._num_arrived += 1
         num_tokens = len(request.prompt)
         request.handle = self._transport.open(request.room, num_tokens)
@@ -171,6 +194,10 @@ class PrefillBootstrapQueue:
             return False
         self._memory.expose(holding, holding.page_ids)
         request.holding = holding
+        queued_at = request.times.at(PrefillStage.QUEUED)
+        if self._recorder is not None and queued_at:
+            handle, now = request.handle, self._clock.now
+            self._recorder.note(handle.id, Phase.PREALLOC, queued_at, now)
         request.stage = PrefillStage.COMPUTING
         del self._requests[request.handle.id]
         admitted.append(request)

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pdkv.observe import Recorder, WaitingRequest
+from pdkv.queues.clock import StepClock
 from pdkv.queues.memory import RequestMemory
 from pdkv.queues.ports import PrefillTransport
 from pdkv.queues.prefill import (
@@ -19,6 +21,7 @@ from pdkv.queues.prefill import (
     PrefillStage,
 )
 from pdkv.queues.records import QueueEvent, QueueSettings, RequestEnded
+from pdkv.queues.waits import prefill_waits
 
 __all__ = ["PrefillStages"]
 
@@ -34,16 +37,33 @@ class PrefillStages:
         *,
         own_components: Sequence[tuple[int, bool]] = (),
         settings: QueueSettings | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         self.memory = memory
         self._problem = ""
-        self.bootstrap = PrefillBootstrapQueue(memory, transport, settings or QueueSettings())
+        self._clock = StepClock()
+        self.bootstrap = PrefillBootstrapQueue(
+            memory,
+            transport,
+            settings or QueueSettings(),
+            clock=self._clock,
+            recorder=recorder,
+        )
         self.inflight = PrefillInflightQueue(memory, transport, page_range, own_components)
 
     @property
     def num_live(self) -> int:
         """Requests that have no end yet."""
         return len(self.bootstrap) + len(self.inflight)
+
+    def begin_step(self, now: float) -> None:
+        """The time of this step: what the queues know of time, for health and traces alone."""
+        self._clock.now = now
+
+    def waits(self, now: float) -> list[WaitingRequest]:
+        """What each live request waits for. Any thread."""
+        requests = list(self.bootstrap) + list(self.inflight)
+        return prefill_waits(requests, self.memory, self._problem, now)
 
     def on_bootstrapped(self, handle_id: int) -> None:
         """The endpoint's Bootstrapped."""

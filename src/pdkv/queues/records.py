@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
+from pdkv.queues.clock import StageTimes
 from pdkv.queues.memory import Holding
 from pdkv.rendezvous import EngineRecord
 from pdkv.request.events import Outcome
@@ -78,7 +79,8 @@ class DecodeRequest:
             raise ConfigError("a request has a row of prompt tokens, and may generate one or more")
         self.outputs: list[int] = []
         self.request_id = -1  # place in the order of arrival, the same on all ranks
-        self.stage = DecodeStage.NEW
+        self.times = StageTimes()
+        self._stage = DecodeStage.NEW
         self.record: EngineRecord | None = None
         self.identity: Identity | None = None
         self.holding: Holding | None = None
@@ -93,6 +95,16 @@ class DecodeRequest:
 
     def __repr__(self) -> str:
         return f"<request {self.request_id} of room {self.room}, {self.stage.value}>"
+
+    @property
+    def stage(self) -> DecodeStage:
+        """Where it is. The queues move it."""
+        return self._stage
+
+    @stage.setter
+    def stage(self, stage: DecodeStage) -> None:
+        self._stage = stage
+        self.times.enter(stage)
 
     @property
     def order(self) -> tuple[int, int]:

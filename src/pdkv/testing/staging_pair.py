@@ -263,7 +263,7 @@ class WriterSide:
 
     def _write(self, runs: Runs, note: bytes) -> None:
         """Post in parts, the last with the notification, and wait until all are complete."""
-        from pdkv.endpoint.writes import split_runs
+        from pdkv.endpoint.parts import split_runs
 
         parts = split_runs(runs, self.backend.limits)
         open_parts: set[int] = set()

@@ -16,7 +16,7 @@ import numpy as np
 
 from pdkv.backends.nixl import NixlBackend
 from pdkv.control.zmq import ZmqControl
-from pdkv.endpoint.writes import split_runs
+from pdkv.endpoint.parts import split_runs
 from pdkv.errors import PdkvError
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
