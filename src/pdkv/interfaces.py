@@ -23,6 +23,7 @@ __all__ = [
     "Completion",
     "ControlChannel",
     "CopyKernels",
+    "CountedControl",
     "PrefixCache",
     "PrefixMatch",
     "PreparedTransfers",
@@ -243,6 +244,15 @@ class AuthenticatedControl(ControlChannel, Protocol):
     def receive_from(self, max_frames: int) -> Sequence[tuple[bytes, str]]:
         """Like `receive`, each frame with its sender: what the address at which that one is reached
         carries behind a "#". Empty where the channel runs without keys."""
+
+
+@runtime_checkable
+class CountedControl(ControlChannel, Protocol):
+    """A control channel that says what it kept out. Called as `receive` is."""
+
+    def refused(self) -> dict[str, int]:
+        """How many frames or connections, by reason, since it was made."""
+        ...
 
 
 @runtime_checkable

@@ -134,6 +134,14 @@ class ZmqControl:
             self._num_unauthenticated = self._guard.num_refused
         return self._num_unauthenticated
 
+    def refused(self) -> dict[str, int]:
+        """What was kept out, by reason."""
+        return {
+            "unauthenticated": self.num_unauthenticated,
+            "oversized": self.num_oversized,
+            "malformed": self.num_malformed,
+        }
+
     def _set_up(self, socket: zmq.Socket[bytes], high_water_mark: int) -> None:
         socket.setsockopt(zmq.LINGER, 0)
         socket.setsockopt(high_water_mark, self._high_water_mark)

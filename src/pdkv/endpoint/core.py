@@ -15,6 +15,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
 from pdkv.endpoint.events import Health
+from pdkv.endpoint.gauges import set_gauges
 from pdkv.endpoint.health import health_of
 from pdkv.endpoint.incoming import Incoming
 from pdkv.endpoint.links import Links
@@ -25,8 +26,13 @@ from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.staging import Staging, StagingMemory
 from pdkv.endpoint.writes import Writes
 from pdkv.errors import ConfigError, RemoteProtocolError
-from pdkv.interfaces import AuthenticatedControl, ControlChannel, TransferBackend
-from pdkv.observe import Recorder, RequestTimeline
+from pdkv.interfaces import (
+    AuthenticatedControl,
+    ControlChannel,
+    CountedControl,
+    TransferBackend,
+)
+from pdkv.observe import Recorder, Registry, RequestTimeline
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
     Keepalive,
@@ -220,6 +226,17 @@ class NodeCore:
         if live:
             raise ConfigError(f"{live} requests are live: drain before sleep")
         self.links.leave("asleep", now)
+
+    def set_gauges(self, registry: Registry) -> None:
+        """Let a registry show how things are now."""
+        counted = isinstance(self._control, CountedControl)
+        set_gauges(
+            registry,
+            requests=self.requests,
+            links=self.links,
+            counters=self.counters,
+            refused=self._control.refused() if counted else {},  # type: ignore[attr-defined]
+        )
 
     def timelines(self) -> list[RequestTimeline]:
         """Of what is live, where somebody watches."""

@@ -26,7 +26,7 @@ from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.observe import Recorder, RequestTimeline
+from pdkv.observe import Recorder, RequestTimeline, Sample
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
@@ -85,6 +85,7 @@ class Node:
         self._control = control
         self._clock = clock
         self._lives: set[bytes] = set()
+        self._stepper = threading.get_ident()  # whose thread makes progress, without an own one
         self._staging = staging
         self.recorder = recorder
         self._begin(pool, aux, incarnation)
@@ -126,6 +127,7 @@ class Node:
         """Make progress from the engine's thread. With a thread of its own, nothing to do."""
         if self._thread is not None:
             return False
+        self._stepper = threading.get_ident()
         return self.core.step(self._clock() if now is None else now)
 
     def take_changes(self, kind: type) -> list[Change]:
@@ -155,8 +157,12 @@ class Node:
         self.core.call(command)
 
     def ask(self, question: Callable[[], object], timeout_s: float = 5.0) -> object:
-        """Run a question where the core runs and wait for its answer."""
-        if self._thread is None or self._broken:
+        """Run a question where the core runs and wait for its answer; any thread.
+
+        ConfigError where none comes: a node without a thread of its own answers as the engine
+        polls.
+        """
+        if self._broken or (self._thread is None and self._stepper == threading.get_ident()):
             return question()
         done: threading.Event = threading.Event()
         answers: list[object] = []
@@ -207,6 +213,19 @@ class Node:
         live = self.ask(self.core.timelines)
         assert isinstance(live, list)
         return [*self.recorder.finished(), *live]
+
+    def metrics(self) -> tuple[Sample, ...]:
+        """Everything that this node counts, as of now. ConfigError without a recorder."""
+        if self.recorder is None:
+            raise ConfigError("this node has no recorder")
+        recorder = self.recorder
+
+        def update() -> None:
+            recorder.fold()
+            self.core.set_gauges(recorder.registry)
+
+        self.ask(update)
+        return recorder.registry.snapshot()
 
     def declare_gone(self, incarnation: bytes) -> None:
         """Operator's proof that a life of an engine can't write any more: its quarantine ends."""

@@ -10,12 +10,13 @@ from pdkv.observe.phases import DEPTH, PHASES_OF, Phase
 from pdkv.observe.recorder import Feed, Recorder
 from pdkv.observe.timeline import RequestTimeline, Role, Slice, TransferStats
 from pdkv.observe.trace import RankName, decode_trace, encode_trace, trace_events
-from pdkv.observe.waiting import Place, QuarantinedRequest, WaitingRequest
+from pdkv.observe.waiting import WAITS, Place, QuarantinedRequest, WaitingRequest
 
 __all__ = [
     "DEPTH",
     "METRICS",
     "PHASES_OF",
+    "WAITS",
     "Feed",
     "Metric",
     "Phase",

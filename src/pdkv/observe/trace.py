@@ -1,7 +1,7 @@
 """Timelines as a Chrome trace, which Perfetto and chrome://tracing open: a process per rank.
 
-Each request has rows of its own: one for what it is in as a whole, and as many as its tags need
-that are under way at once. `args` carry identity, bytes, descriptors, path and outcome. Traces of
+Each request has rows of its own: for what it is in as a whole, and below for its tags, as many as
+are under way at once. `args` carry identity, bytes, descriptors, path and outcome. Traces of
 several ranks are merged by their events; `epoch_s` moves a rank's clock to one that all share (wall
 time minus monotonic time, where they are of different machines). Refuses to know files. Layer 2.
 """
@@ -46,18 +46,21 @@ def trace_events(
     ]
     row = 1
     for timeline in timelines:
-        rows = _Rows()
-        title = f"{timeline.role} {_title(timeline)}"
-        found = []
-        for slice_ in timeline.all_slices():
-            end = slice_.end or now
-            tid = row + (0 if slice_.tag is None else 1 + rows.place(slice_.start, end))
-            found.append(_complete(slice_, end, rank.pid, tid, timeline, epoch_s))
-        events.append(_named("thread_name", rank.pid, row, title))
-        events += [_named("thread_name", rank.pid, row + 1 + i, title) for i in range(len(rows))]
-        events += found
-        events += _marks(timeline, rank.pid, row, epoch_s)
-        row += 1 + len(rows)
+        slices = timeline.all_slices()
+        for part in (
+            [s for s in slices if s.tag is None],
+            [s for s in slices if s.tag is not None],
+        ):
+            rows = _Rows()
+            for slice_ in part:
+                end = slice_.end or now
+                tid = row + rows.place(slice_.start, end)
+                events.append(_complete(slice_, end, rank.pid, tid, timeline, epoch_s))
+            title = f"{timeline.role} {_title(timeline)}"
+            events += [_named("thread_name", rank.pid, row + i, title) for i in range(len(rows))]
+            if part and part[0].tag is None:
+                events += _marks(timeline, rank.pid, row, epoch_s)
+            row += len(rows)
     return events
 
 

@@ -111,7 +111,7 @@ class DecodeStages:
 
     def begin_step(self, now: float) -> None:
         """The time of this step: what the queues know of time, for health and traces alone."""
-        self.context.clock.now = now
+        self.context.clock.begin(now)
 
     def waits(self, now: float) -> list[WaitingRequest]:
         """What each request that does not run waits for. Any thread."""

@@ -58,7 +58,7 @@ class PrefillStages:
 
     def begin_step(self, now: float) -> None:
         """The time of this step: what the queues know of time, for health and traces alone."""
-        self._clock.now = now
+        self._clock.begin(now)
 
     def waits(self, now: float) -> list[WaitingRequest]:
         """What each live request waits for. Any thread."""
