@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -43,7 +44,7 @@ def test_a_trace_is_what_viewers_expect(tmp_path: Path) -> None:
             rows.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["dur"]))
     for slices in rows.values():
         slices.sort()
-        for (start, duration), (following, _) in zip(slices, slices[1:], strict=False):
+        for (start, duration), (following, _) in itertools.pairwise(slices):
             assert start + duration <= following + 1e-3
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert set(rows) <= named

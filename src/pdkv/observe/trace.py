@@ -47,10 +47,8 @@ def trace_events(
     row = 1
     for timeline in timelines:
         slices = timeline.all_slices()
-        for part in (
-            [s for s in slices if s.tag is None],
-            [s for s in slices if s.tag is not None],
-        ):
+        whole = [slice_ for slice_ in slices if slice_.tag is None]
+        for part in (whole, [slice_ for slice_ in slices if slice_.tag is not None]):
             rows = _Rows()
             for slice_ in part:
                 end = slice_.end or now
@@ -58,7 +56,7 @@ def trace_events(
                 events.append(_complete(slice_, end, rank.pid, tid, timeline, epoch_s))
             title = f"{timeline.role} {_title(timeline)}"
             events += [_named("thread_name", rank.pid, row + i, title) for i in range(len(rows))]
-            if part and part[0].tag is None:
+            if part is whole:
                 events += _marks(timeline, rank.pid, row, epoch_s)
             row += len(rows)
     return events
