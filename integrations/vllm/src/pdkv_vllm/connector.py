@@ -110,9 +110,7 @@ class PdkvConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._scheduler is not None
         return self._scheduler.match(request.request_id, num_computed_tokens)
 
-    def update_state_after_alloc(
-        self, request: Any, blocks: Any, num_external_tokens: int
-    ) -> None:
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         """There are blocks for it."""
         assert self._scheduler is not None
         (block_ids,) = blocks.get_block_ids()

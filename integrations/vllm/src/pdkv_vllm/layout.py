@@ -173,12 +173,13 @@ def _fields(first: torch.Tensor, shape: CacheShape) -> tuple[Field, ...]:
         return (Field(f"cell:{shape.interior_tag}", heads, page_tokens * content, dtype),)
     if shape.interior == "latent":
         return (Field("latent", heads, shape.head_size_k, dtype),)
-    return (Field("k", heads, shape.head_size_k, dtype), Field("v", heads, shape.head_size_v, dtype))
+    return (
+        Field("k", heads, shape.head_size_k, dtype),
+        Field("v", heads, shape.head_size_v, dtype),
+    )
 
 
-def _field_pools(
-    tensors: list[torch.Tensor], component: Component
-) -> tuple[FieldPool, ...]:
+def _field_pools(tensors: list[torch.Tensor], component: Component) -> tuple[FieldPool, ...]:
     """Bases and strides of each field, in bytes."""
     first = tensors[0]
     item = first.element_size()

@@ -238,9 +238,7 @@ class SchedulerHalf:
 
     # -- what the workers say ---------------------------------------------------------------------
 
-    def update(
-        self, sent: Iterable[str], received: Iterable[str], votes: RankVotes | None
-    ) -> None:
+    def update(self, sent: Iterable[str], received: Iterable[str], votes: RankVotes | None) -> None:
         """Requests whose blocks are quiet on all ranks, and what the ranks vote."""
         for request_id in sent:
             self._sending.pop(request_id, None)

@@ -319,7 +319,9 @@ class WorkerHalf:
         if isinstance(event, Succeeded):
             self.tally.sent(event.stats)
         elif isinstance(event, RequestFailed):
-            _log.warning("prompt of request %s was not fetched: %s", sending.request_id, event.cause)
+            _log.warning(
+                "prompt of request %s was not fetched: %s", sending.request_id, event.cause
+            )
             self.tally.failed("send")
         elif isinstance(event, Released):
             del self._by_handle[event.handle]
