@@ -3,11 +3,11 @@
     python examples/vllm_router.py --flow concurrent --rendezvous tcp://127.0.0.1:7000 \\
         --prefill p0=http://127.0.0.1:8100 --decode http://127.0.0.1:8200
 
-sequential: prefill computes and answers, then decode is asked with what it answered. Nobody but the
-router needs to know any address. concurrent: both are asked at once, with one room, and what prefill
-has computed goes over while it computes on. Decode must then know prefill before it answers: this
-process runs a rendezvous server, where prefill servers register under the names given here (`name`
-and `rendezvous` in their kv_connector_extra_config).
+sequential: prefill computes and answers, then decode is asked with what it answered. Nobody but
+the router needs to know any address. concurrent: both are asked at once, with one room, and what
+prefill has computed goes over while it computes on. Decode must then know prefill before it
+answers: this process runs a rendezvous server, where prefill servers register under the names given
+here (`name` and `rendezvous` in their kv_connector_extra_config).
 
 Servers are taken in turn. What a real router adds: health, load, and caches of prefixes.
 """
@@ -72,7 +72,7 @@ class Router:
     async def _compute(
         self, url: str, body: dict[str, Any], params: dict[str, Any]
     ) -> dict[str, Any]:
-        """The leg at prefill: one token, which decode samples again. Returns what decode is told."""
+        """The leg at prefill: one token, which decode samples again. Returns what decode needs."""
         assert self._session is not None
         asked = {k: v for k, v in body.items() if k not in ("stream", "stream_options")}
         asked |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True, **params}}

@@ -63,6 +63,7 @@ def sample(name: str, machine: Any) -> e.Event:
         "PagesAgreed": lambda: e.PagesAgreed(),
         "Evict": lambda: e.Evict("evicted"),
         "TokensComputed": lambda: e.TokensComputed(0, 1, ()),
+        "TokensRecalled": lambda: e.TokensRecalled(),
         "Finish": lambda: e.Finish(e.Outcome.FAILED, 0),
         "WriteEnded": lambda: e.WriteEnded(99, STRANGER, "stray"),
         "Cancel": lambda: e.Cancel("cancelled"),

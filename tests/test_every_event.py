@@ -148,6 +148,7 @@ def samples(wire: Wire) -> list[Event]:
         events.PagesAgreed(),
         events.Evict(),
         events.TokensComputed(0, 20, pages),
+        events.TokensRecalled(),
         events.Finish(Outcome.CONTINUE, 0),
         events.Finish(Outcome.LOCAL_PREFILL, 0),
         events.Finish(Outcome.FAILED, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,13 +18,22 @@ from pdkv.interfaces import ReadyEvent
 from pdkv.observe import TransferStats
 from pdkv.protocol import Identity
 from pdkv.request.agree import HealthKey, OpenKey
-from pdkv.request.events import Event, Evict, Finish, Outcome, PageIds, TokensComputed
+from pdkv.request.events import (
+    Event,
+    Evict,
+    Finish,
+    Outcome,
+    PageIds,
+    TokensComputed,
+    TokensRecalled,
+)
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
 
 __all__ = ["PrefillEndpoint", "PrefillHandle"]
 
 _Ids = Sequence[int] | npt.NDArray[Any]
+_NAP_S = 2e-4
 
 
 class PrefillHandle(msgspec.Struct, eq=False):
@@ -188,6 +198,41 @@ class PrefillEndpoint(Endpoint):
         handle.is_finished = True
         self._feed(handle, Evict(cause))
         return True
+
+    def recall(self, handle: PrefillHandle, *, timeout_s: float = 1.0) -> bool:
+        """Take back the pages of what was sent so far, before the engine overwrites them: a
+        preemption. `send` goes on at `handle.next_token` (-1: anywhere), with the pages of then;
+        ranks may differ in it. What a write is on its way with is waited for.
+
+        False when bytes still move after `timeout_s`, or will: the handle is finished, and decode
+        has not fetched everything. Call again, or `abort` before the pages are overwritten, so that
+        nobody takes what is read from them for the cache.
+        """
+        node, until = self.node, self.node.now() + timeout_s
+        if handle.is_fake or not self._gate.contains(handle.id):
+            return True
+        self._feed(handle, TokensRecalled())
+        while True:
+            has_moved = node.step()  # a node without a thread takes the event only here
+            is_quiet, next_token = self._recalled(handle)
+            if is_quiet or node.now() >= until:
+                break
+            if not has_moved:
+                time.sleep(_NAP_S)
+        handle.next_token = next_token
+        if is_quiet and handle.id in self._exposed:
+            self._exposed[handle.id] = []
+        return is_quiet
+
+    def _recalled(self, handle: PrefillHandle) -> tuple[bool, int]:
+        def look() -> None:
+            owner = self.node.core.requests.senders.get(handle.id)
+            if owner is not None:
+                found.append(owner.machine.recalled)
+
+        found: list[tuple[bool, int]] = []
+        self.node.ask(look)
+        return found[0] if found else (True, handle.next_token)
 
     def drain(self) -> bool:
         """As in the base; readers that ask for rooms which are not open are told so at once."""

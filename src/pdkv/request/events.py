@@ -52,6 +52,7 @@ __all__ = [
     "TagsReported",
     "Tick",
     "TokensComputed",
+    "TokensRecalled",
     "WriteEnded",
 ]
 
@@ -247,6 +248,11 @@ class TokensComputed(Event, frozen=True):
     stop: int
     pages: tuple[PageIds, ...]
     ready: ReadyEvent | None = None
+
+
+class TokensRecalled(Event, frozen=True):
+    """Sender: the pages of what was computed are about to be overwritten; what is not on its way by
+    now will be computed again. Without effect after Finish."""
 
 
 class Finish(Event, frozen=True):

@@ -72,6 +72,28 @@ class Outbox:
         if ready is not None:
             self._ready.append((start, ready))
 
+    def recall(self, pairing: Pairing | None) -> None:
+        """What is computed and not posted will be computed again, from `next_token` on."""
+        for peer, tag in reversed(self._waiting):
+            self._queues[peer].appendleft(tag)
+        self._waiting.clear()
+        self._ready.clear()
+        if pairing is None or not self._queues:
+            self.first_token, self.computed = None, 0
+            return
+        starts = [
+            pairing.tag_tokens(tag, self._prefix[peer], self._num_tokens).start
+            for peer, queue in self._queues.items()
+            for tag in queue
+            if not self._needs_finish(pairing, tag)
+        ]
+        self.computed = min([self.computed, *starts])
+
+    @property
+    def next_token(self) -> int:
+        """Where the engine goes on; -1 when it may begin anywhere."""
+        return -1 if self.first_token is None else self.computed
+
     def clear(self) -> None:
         """Nothing more is posted."""
         self._queues.clear()

@@ -45,6 +45,7 @@ from pdkv.request.events import (
     SendToPeer,
     Tick,
     TokensComputed,
+    TokensRecalled,
     WriteEnded,
 )
 from pdkv.request.journal import Journal, SenderBirth
@@ -106,6 +107,13 @@ class SenderMachine(Machine):
     def in_flight(self) -> set[tuple[int, Tag]]:
         """(reader, tag) of every write that was asked for and has not ended."""
         return self._outbox.in_flight
+
+    @property
+    def recalled(self) -> tuple[bool, int]:
+        """Whether no page that was sent will be read any more, and where sending goes on."""
+        is_idle = self.finish is None or self.poll.is_terminal
+        is_quiet = is_idle and not self.in_flight and not self.unsettled
+        return is_quiet, self._outbox.next_token
 
     @property
     def infos(self) -> dict[int, TransferInfo]:
@@ -181,6 +189,9 @@ class SenderMachine(Machine):
                 self._on_pages_agreed(now)
             case TokensComputed():
                 self._on_computed(event, now)
+            case TokensRecalled() if self.finish is None:
+                self._progress_at = now
+                self._outbox.recall(self.pairing)
             case Finish():
                 return self._on_finish(event, now)
             case WriteEnded():

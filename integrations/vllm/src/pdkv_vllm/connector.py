@@ -287,6 +287,7 @@ class PdkvConnector(KVConnectorBase_V1, SupportsHMA):
             new_room=lambda: secrets.randbits(63),
             clock=time.monotonic,
             generation=time.time_ns(),
+            resolve_s=self._settings.resolve_s,
         )
 
     def _control(self) -> ControlChannel:
@@ -372,6 +373,6 @@ def _nothing() -> ReadyEvent | None:
 
 
 def _cuda_event() -> ReadyEvent | None:
-    event = torch.cuda.Event()
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     return event

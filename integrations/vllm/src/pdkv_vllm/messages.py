@@ -20,6 +20,7 @@ __all__ = [
     "Allocate",
     "Announce",
     "Command",
+    "Decline",
     "Finish",
     "Open",
     "Orders",
@@ -65,6 +66,14 @@ class Recall(Command, frozen=True, kw_only=True):
 class AbortSend(Command, frozen=True, kw_only=True):
     """Prefill: the request ended otherwise than with its prompt computed."""
 
+    cause: str
+
+
+class Decline(Command, frozen=True, kw_only=True):
+    """Prefill: the request ended before it was begun, and decode may be waiting in its room."""
+
+    room: int
+    num_tokens: int
     cause: str
 
 

@@ -28,6 +28,7 @@ from pdkv_vllm.messages import (
     Allocate,
     Announce,
     Command,
+    Decline,
     Finish,
     Open,
     Orders,
@@ -42,6 +43,7 @@ from pdkv_vllm.params import DecodeParams, PrefillParams, RecordCache, answer, r
 __all__ = ["Progress", "SchedulerHalf"]
 
 _log = logging.getLogger("pdkv_vllm")
+_GIVEN_UP = "the prefill engine gave the request up"
 
 
 class Progress(msgspec.Struct, frozen=True):
@@ -57,6 +59,7 @@ class _Sending:
 
     room: int
     num_tokens: int
+    is_expected: bool  # the router chose the room, so that decode may know it
     num_said: int = 0
     is_open: bool = False
 
@@ -77,6 +80,10 @@ class _Receiving:
     asked_at: float
     stage: _Stage = _Stage.RESOLVING
     prefill: EngineRecord | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.stage is _Stage.OVER
 
 
 class SchedulerHalf:
@@ -150,8 +157,9 @@ class SchedulerHalf:
         try:
             asked = read_params(params)
             if isinstance(asked, PrefillParams):
+                is_expected = asked.room is not None
                 room = self._new_room() if asked.room is None else asked.room
-                self._sending[request_id] = _Sending(room, num_tokens)
+                self._sending[request_id] = _Sending(room, num_tokens, is_expected)
             elif asked is not None:
                 receiving = _Receiving(asked, num_tokens, self._clock())
                 if asked.prefill:
@@ -167,12 +175,12 @@ class SchedulerHalf:
         None: it is not known yet where from, ask again.
         """
         receiving = self._receiving.get(request_id)
-        if receiving is None or receiving.stage is _Stage.OVER:
+        if receiving is None or receiving.is_over:
             return 0, False
         self._resolve(request_id, receiving)
         if receiving.stage is _Stage.RESOLVING:
             return None, False
-        if receiving.stage is _Stage.OVER or not self._is_legal(receiving, num_computed):
+        if receiving.is_over or not self._is_legal(receiving, num_computed):
             return 0, False
         return receiving.num_tokens - num_computed, True
 
@@ -219,21 +227,28 @@ class SchedulerHalf:
         and what prefill answers. `is_whole`: it ended with its prompt computed."""
         receiving = self._receiving.pop(request_id, None)
         if receiving is not None:
-            if receiving.stage in (_Stage.ANNOUNCED, _Stage.LOADING):
+            is_loading = receiving.stage is _Stage.LOADING
+            if is_loading or receiving.stage is _Stage.ANNOUNCED:
                 self._give_up(request_id, receiving, "the decode engine is through with it")
-                return receiving.stage is _Stage.LOADING, None
-            return False, None
+            return is_loading, None
         sending = self._sending.get(request_id)
         if sending is None:
             return False, None
         if not sending.is_open:
             del self._sending[request_id]
+            if sending.is_expected:
+                self._commands.append(
+                    Decline(
+                        request_id=request_id,
+                        room=sending.room,
+                        num_tokens=sending.num_tokens,
+                        cause=_GIVEN_UP,
+                    )
+                )
             return False, None
         if is_whole and sending.num_said == sending.num_tokens:
             return True, answer(sending.room, self._record_text)
-        self._commands.append(
-            AbortSend(request_id=request_id, cause="the prefill engine gave the request up")
-        )
+        self._commands.append(AbortSend(request_id=request_id, cause=_GIVEN_UP))
         return True, None
 
     # -- what the workers say ---------------------------------------------------------------------

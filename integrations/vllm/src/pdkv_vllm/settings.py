@@ -32,6 +32,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: this engine's name there; by default vLLM's engine_id.
     chunk_tokens: the wish for pdkv's transfer grid: what is sent while the next is computed.
     interior: how K and V lie inside a block, where the attention backend is unknown (`layout`).
+    resolve_s: how long a decode request waits for rendezvous to know its prefill engine. Then vLLM
+        computes it; it gives a connector no way to fail it.
     num_aux_rows: hand-overs that may be under way at once; 0: as many as there are blocks.
     limits: pdkv's deadlines. `bootstrap_s` is how long prefill keeps a prompt that nobody fetches.
     """
@@ -46,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     name: str = ""
     chunk_tokens: int = 256
     interior: str = ""
+    resolve_s: float = 30.0
     num_aux_rows: int = 0
     limits: Limits = msgspec.field(default_factory=Limits)
 

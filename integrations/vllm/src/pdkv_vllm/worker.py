@@ -38,6 +38,7 @@ from pdkv_vllm.messages import (
     Allocate,
     Announce,
     Command,
+    Decline,
     Finish,
     Open,
     Orders,
@@ -51,6 +52,7 @@ from pdkv_vllm.stats import Tally
 __all__ = ["Results", "WorkerHalf"]
 
 _log = logging.getLogger("pdkv_vllm")
+_RECALL_S = 1.0  # how long a preemption waits for bytes under way before it gives the request up
 
 
 @dataclass
@@ -69,6 +71,7 @@ class _Sending:
     aux_index: int | None = None
     is_quiet: bool = False
     is_through: bool = False  # vLLM has finished with the request
+    is_silent: bool = False  # it never had blocks, of which vLLM waits to hear
 
 
 @dataclass(eq=False)
@@ -178,6 +181,8 @@ class WorkerHalf:
                 sending = self._sending[request_id] = _Sending(request_id, None)
                 sending.handle = self._prefill.open(room, num_tokens)
                 self._by_handle[sending.handle.id] = sending
+            case Decline():
+                self._decline(command)
             case Announce():
                 self._announce(command)
             case Allocate():
@@ -214,6 +219,12 @@ class WorkerHalf:
                 self._prefill.finish(handle, aux_index=sending.aux_index, ready=ready)
             case _:
                 pass
+
+    def _decline(self, command: Decline) -> None:
+        """Open the room to say that nothing comes: whoever asks for it hears so."""
+        handle = self._prefill.open(command.room, command.num_tokens)
+        self._by_handle[handle.id] = _Sending(command.request_id, handle, is_silent=True)
+        self._prefill.abort(handle, command.cause)
 
     def _announce(self, command: Announce) -> None:
         receiving = self._receiving[command.request_id] = _Receiving(command.request_id, None)
@@ -289,9 +300,15 @@ class WorkerHalf:
             self._prefill.abort(sending.handle, cause)
 
     def _recall(self, request_id: str) -> None:
+        """Without the lock: the node's thread may need it to go on."""
         sending = self._sending.get(request_id)
-        if sending is not None and sending.handle is not None:
-            self._prefill.abort(sending.handle, "preempted")
+        if sending is None or sending.handle is None:
+            return
+        # With the hand-over finished decode may believe what is read from overwritten blocks.
+        patience = self.node.limits.progress_s if sending.handle.is_finished else _RECALL_S
+        if not self._prefill.recall(sending.handle, timeout_s=patience):
+            with self._lock:
+                self._prefill.abort(sending.handle, "preempted while its bytes were under way")
 
     # -- news -------------------------------------------------------------------------------------
 
@@ -330,7 +347,7 @@ class WorkerHalf:
             self._settle(sending)
 
     def _settle(self, sending: _Sending) -> None:
-        if sending.is_quiet and sending.is_through:
+        if sending.is_quiet and sending.is_through and not sending.is_silent:
             self._results.sent.add(sending.request_id)
             del self._sending[sending.request_id]
 
