@@ -110,8 +110,10 @@ class NodeCore:
 
     def call(self, command: Callable[[float], None]) -> None:
         """Queue a command for the next step. Any thread."""
+        is_first = not self._commands
         self._commands.append(command)
-        self._control.wake()
+        if is_first:  # whoever finds others there finds a loop that was woken for them
+            self._control.wake()
 
     @property
     def is_active(self) -> bool:

@@ -13,7 +13,7 @@ from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
 from pdkv.observe import TransferStats
-from pdkv.plan import Pairing
+from pdkv.plan import Pairing, are_distinct
 from pdkv.protocol import Identity, pack_page_ids
 from pdkv.rendezvous import EngineRecord
 from pdkv.request import Allocation, KVPoll, ReceiverAnnouncement, ReceiverRequest
@@ -249,7 +249,7 @@ class DecodeEndpoint(Endpoint):
         if pool is not None and page_ids.size:
             if page_ids.min() < 0 or page_ids.max() >= pool.num_pages:
                 raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
-            if len(np.unique(page_ids)) != len(page_ids):
+            if not are_distinct(page_ids):
                 raise ConfigError("a page id appears twice")
         own = node.layout.kv.own_page_components
         if len(state_ids) != len(own):

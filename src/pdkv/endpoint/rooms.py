@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 
-import numpy as np
-
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerKey
 from pdkv.endpoint.records import Early, Graveyard, Receiving, Sending, Tombstone
 from pdkv.endpoint.staging import Staging
 from pdkv.errors import ConfigError
 from pdkv.limits import Limits
+from pdkv.plan import are_distinct
 from pdkv.protocol import (
     Announce,
     Failed,
@@ -185,7 +184,7 @@ class Rooms:
         page_ids = info.page_ids()
         if len(page_ids) != expected:
             return f"{len(page_ids)} page ids where the prompt needs {expected}"
-        if len(np.unique(page_ids)) != len(page_ids):
+        if not are_distinct(page_ids):
             return "a page id appears twice"
         return _grant_problem(peer, info.grants)
 

@@ -6,6 +6,7 @@ per pair of ranks), `Route.plan` the `Runs` of one `Tag`. Layer 1: numpy and lay
 
 from pdkv.plan.cost import CostModel, Estimate
 from pdkv.plan.geometry import Tag
+from pdkv.plan.pages import are_distinct
 from pdkv.plan.pairing import Pairing, validate
 from pdkv.plan.picture import Picture
 from pdkv.plan.prepared import Indices, PreparedLists
@@ -30,6 +31,7 @@ __all__ = [
     "StridedRuns",
     "TableCopy",
     "Tag",
+    "are_distinct",
     "coalesce",
     "coalesce_pages",
     "gather_copies",

@@ -68,6 +68,9 @@ class Geometry:
         self._maps = tuple((_token_map(src, c), _token_map(dst, c)) for c in self.components)
         self._ownership = tuple(Ownership(c, src, dst) for c in self.components)
         self._units = tuple(math.lcm(a.span, b.span) for a, b in self._maps)
+        self._are_whole = tuple(
+            not self.striping and len(a.owners) == len(b.owners) == 1 for a, b in self._maps
+        )
         self.prefix_unit = self._prefix_unit()
         self.grid = self._grid()
         self._share_cache: dict[tuple[int, int, int], tuple[Share, ...]] = {}
@@ -232,12 +235,21 @@ class Geometry:
         if room >= 0:
             kept[key] = parts
 
+    def are_whole(self, c: int) -> bool:
+        """Whether each share of component c that has a unit at all is every position of it: no
+        stripes, and no sequence that is spread over CP ranks."""
+        return self._are_whole[c]
+
     def sent_chunks(
         self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int
     ) -> Iterator[int]:
         """Transfer chunks of a paged component in which this pair has at least one element."""
         shares = self.shares(src_rank_id, dst_rank_id, c)
         if not shares:
+            return
+        if self.are_whole(c):
+            if any(share.units(1) for share in shares):
+                yield from self.chunk_range(start, num_tokens)
             return
         src_map, dst_map = self.token_maps(c, num_tokens)
         src_cp = self.src_ranks[src_rank_id].cp_rank
@@ -258,6 +270,11 @@ class Geometry:
                     self._full_chunk_cache[key] = sends
             if sends:
                 yield chunk
+
+    def num_elements(self, c: int, decode_prefix_len: int, num_tokens: int) -> int:
+        """Elements of a paged component that are sent, whoever holds them."""
+        start = self.start(c, decode_prefix_len, num_tokens)
+        return len(self._elements(c, range(start, max(start, num_tokens))))
 
     def src_pages(self, src_rank_id: int, c: int, tokens: range, num_tokens: int) -> range:
         """Local pages of a src rank that hold any of those positions."""

@@ -17,7 +17,7 @@ from pdkv.errors import ConfigError
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints, Segments, Steps
 
-__all__ = ["PageIds", "PageTable", "Placed", "as_ids", "place", "require_distinct"]
+__all__ = ["PageIds", "PageTable", "Placed", "are_distinct", "as_ids", "place", "require_distinct"]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
 _MARKED_PER_ID = 64  # below so many pages per id, marking pages is faster than sorting ids
@@ -98,6 +98,11 @@ def place(
     dst_pages, dst_offsets = dst.find(dst_ids, cut)
     dst.require_distinct(dst_ids, cut, buffer)
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length, cut.steps)
+
+
+def are_distinct(ids: npt.NDArray[np.integer]) -> bool:
+    """Whether no id occurs twice. Cheap where they ascend, as those of an allocator mostly do."""
+    return bool((ids[1:] > ids[:-1]).all()) or len(np.unique(ids)) == len(ids)
 
 
 def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None) -> None:

@@ -17,7 +17,7 @@ from pdkv.plan.geometry import Geometry, Tag
 from pdkv.plan.pools import check_aux_rows, check_pool
 from pdkv.plan.route import Route
 from pdkv.plan.storage import Storage, store
-from pdkv.plan.traffic import Flow, flow
+from pdkv.plan.traffic import Flow, flow, moved_nbytes
 
 __all__ = ["Pairing", "validate"]
 
@@ -201,7 +201,7 @@ class Pairing:
         tags = self.writer_tags(src_rank_id, dst_rank_id, decode_prefix_len, num_tokens)
         pair = (src_rank_id, dst_rank_id)
         return sum(
-            flow(self._geometry, pair, tags, c, decode_prefix_len, num_tokens).nbytes
+            moved_nbytes(self._geometry, pair, tags, c, decode_prefix_len, num_tokens)
             for c in range(self._aux_component)
         )
 

@@ -9,9 +9,10 @@ from collections import Counter
 from typing import NamedTuple
 
 from pdkv.plan.geometry import Geometry, Tag
+from pdkv.plan.ownership import Share
 from pdkv.plan.tokens import num_shared
 
-__all__ = ["Flow", "flow"]
+__all__ = ["Flow", "flow", "moved_nbytes"]
 
 
 class Flow(NamedTuple):
@@ -40,31 +41,61 @@ def flow(
 ) -> Flow:
     """The part of component c in the tags of a pair (src rank_id, dst rank_id)."""
     src_id, dst_id = pair
-    component, shares = geometry.components[c], geometry.shares(src_id, dst_id, c)
-    src_map, dst_map = geometry.token_maps(c, num_tokens)
-    cps = (geometry.src_ranks[src_id].cp_rank, geometry.dst_ranks[dst_id].cp_rank)
-    per_share: Counter[int] = Counter()
-    for tag in tags:
-        if tag.component == c:
-            for part in geometry.stretches(src_id, dst_id, tag, decode_prefix_len, num_tokens):
-                per_share[part.share] += num_shared(
-                    src_map, cps[0], dst_map, cps[1], part.start, part.stop
-                )
     layers: dict[int, None] = {}
     heads: dict[int, None] = {}
     num_elements = nbytes = 0
     held = geometry.dst_heads(dst_id, c)
-    for i, count in sorted(per_share.items()):
-        if not count:
-            continue
-        share = shares[i]
-        elements = count * len(share.layer_ids)
+    for share, count in _counts(geometry, pair, tags, c, decode_prefix_len, num_tokens):
         layers.update(dict.fromkeys(share.layer_ids))
         heads.update(dict.fromkeys(held[at_dst] for _, at_dst in share.heads[0]))
-        num_elements += elements
-        nbytes += elements * sum(
-            len(pairs) * spec.head_nbytes
-            for pairs, spec in zip(share.heads, component.fields, strict=True)
-        )
+        num_elements += count * len(share.layer_ids)
+        nbytes += count * _element_nbytes(geometry, c, share)
     order = sorted(heads, key=list(held).index)
     return Flow(src_id, dst_id, tuple(sorted(layers)), tuple(order), num_elements, nbytes)
+
+
+def moved_nbytes(
+    geometry: Geometry,
+    pair: tuple[int, int],
+    tags: tuple[Tag, ...],
+    c: int,
+    decode_prefix_len: int,
+    num_tokens: int,
+) -> int:
+    """`flow(...).nbytes` alone."""
+    counts = _counts(geometry, pair, tags, c, decode_prefix_len, num_tokens)
+    return sum(count * _element_nbytes(geometry, c, share) for share, count in counts)
+
+
+def _element_nbytes(geometry: Geometry, c: int, share: Share) -> int:
+    """Bytes of one position in all layers of a share, all fields."""
+    fields = geometry.components[c].fields
+    of_a_layer = sum(
+        len(pairs) * spec.head_nbytes for pairs, spec in zip(share.heads, fields, strict=True)
+    )
+    return of_a_layer * len(share.layer_ids)
+
+
+def _counts(
+    geometry: Geometry,
+    pair: tuple[int, int],
+    tags: tuple[Tag, ...],
+    c: int,
+    decode_prefix_len: int,
+    num_tokens: int,
+) -> list[tuple[Share, int]]:
+    """Positions of each share that cross; none of 0."""
+    shares = geometry.shares(*pair, c)
+    if geometry.are_whole(c) and geometry.components[c].kind != "row":
+        count = geometry.num_elements(c, decode_prefix_len, num_tokens)
+        return [(share, count) for share in shares if count and share.units(1)]
+    src_map, dst_map = geometry.token_maps(c, num_tokens)
+    src_cp, dst_cp = geometry.src_ranks[pair[0]].cp_rank, geometry.dst_ranks[pair[1]].cp_rank
+    per_share: Counter[int] = Counter()
+    for tag in tags:
+        if tag.component == c:
+            for part in geometry.stretches(*pair, tag, decode_prefix_len, num_tokens):
+                per_share[part.share] += num_shared(
+                    src_map, src_cp, dst_map, dst_cp, part.start, part.stop
+                )
+    return [(shares[i], count) for i, count in sorted(per_share.items()) if count]

@@ -60,10 +60,12 @@ class KVPoll(enum.IntEnum):
     Transferring = 3
     Success = 4
 
-    @property
-    def is_terminal(self) -> bool:
-        """True for the two outcomes."""
-        return self in (KVPoll.Failed, KVPoll.Success)
+    is_terminal: bool
+    """True for the two outcomes."""
+
+    def __init__(self, value: int) -> None:
+        # Not a property: it is asked some seventy times in the life of a request.
+        self.is_terminal = value in (0, 4)
 
 
 class Trigger(enum.Enum):
