@@ -190,7 +190,9 @@ class PrefillSide(Side):
     def step(self, now: float) -> None:
         gathered = [driver.begin(now) for driver in self.drivers]
         for driver in self.drivers:
-            driver.end(gathered)
+            for event in driver.end(gathered):
+                if isinstance(event, RequestEnded) and not event.cause:
+                    assert event.request.stats.num_tags > 0, "the figures of what was sent are gone"
             driver.stages.check()
         if self.is_paused:
             return

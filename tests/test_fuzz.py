@@ -54,7 +54,7 @@ def test_the_node_target_finds_a_broken_request(
 def test_the_node_target_finds_harm_in_the_loop(
     nodes: NodeTarget, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(nodes._nodes[1].core, "_on_message", lambda *_: 1 / 0)
+    monkeypatch.setattr(nodes._nodes[1].core.incoming, "_on_message", lambda *_: 1 / 0)
     nodes.feed(encode(Failed(live(nodes), "x")), to_prefill=False)
     with pytest.raises(AssertionError, match="internal_errors"):
         nodes.step()
@@ -71,7 +71,7 @@ def test_the_node_target_reaches_live_requests(nodes: NodeTarget) -> None:
 def test_the_codec_target_finds_what_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     note = encode_notification(Notification(Identity(1, 2, bytes(16)), Tag(0, 0, 0)))
     CodecTarget().feed(note)
-    monkeypatch.setattr("pdkv.testing.fuzz.encode_notification", lambda _: b"")
+    monkeypatch.setattr("pdkv.testing.fuzz.encode_notifications", lambda _: b"")
     with pytest.raises(AssertionError):
         CodecTarget().feed(note)
 

@@ -29,6 +29,7 @@ from pdkv.protocol import (
     Hello,
     Identity,
     Keepalive,
+    Notification,
     Quiesced,
     Recompute,
     Refused,
@@ -38,7 +39,7 @@ from pdkv.protocol import (
     decode,
     decode_frame,
     decode_head,
-    decode_notification,
+    decode_notifications,
 )
 from pdkv.request.events import (
     Event,
@@ -228,7 +229,10 @@ class Incoming:
     # -- bytes that arrived -----------------------------------------------------------------------
 
     def on_notification(self, data: bytes, now: float) -> None:
-        note = decode_notification(data)
+        for note in decode_notifications(data):
+            self._on_note(note, now)
+
+    def _on_note(self, note: Notification, now: float) -> None:
         owner = self._requests.receivers.get(note.identity)
         if owner is None:
             self._counters["notifications_stale"] += 1

@@ -33,7 +33,8 @@ _log = logging.getLogger("pdkv")
 _MAX_REFUSALS = 64
 
 DECODE_PREFIX = "decode_prefix"  # I leave out what the reader holds already
-CAPABILITIES = (DECODE_PREFIX,)
+JOINED_NOTIFICATIONS = "joined_notifications"  # a write may carry several tags
+CAPABILITIES = (DECODE_PREFIX, JOINED_NOTIFICATIONS)
 
 
 class Links:
@@ -217,6 +218,10 @@ class Links:
             peer.backend_key = self._backend.connect(hello.metadata)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
         peer.version = min(hello.version, self._local.versions[1])
+        # Rows of another kind of memory would make two transfers of one.
+        regions = (*self._local.pool.regions, *hello.pool.regions)
+        is_one_kind = len({region.device for region in regions}) == 1
+        peer.joins_rows = is_one_kind and JOINED_NOTIFICATIONS in hello.capabilities
 
     def _version_mismatch(self, hello: Hello | HelloHead) -> LayoutMismatch | None:
         lowest, highest = self._local.versions

@@ -43,6 +43,7 @@ class Peer:
     route: Route | None = None
     inbound: Route | None = None  # the other way, for what it stages here
     backend_key: str = ""
+    joins_rows: bool = False  # the aux row may go in one write with KV
     grid: int = 0
     wants_greeting: bool = False  # I receive from this peer: it must have my Hello
     is_greeted: bool = False  # ... and has answered it

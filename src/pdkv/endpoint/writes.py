@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from pdkv.endpoint.lanes import Lane, Write
 from pdkv.endpoint.parts import split_runs
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
@@ -20,7 +20,7 @@ from pdkv.interfaces import ReadyEvent, TransferBackend
 from pdkv.observe import Phase
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
-from pdkv.protocol import Notification, Sent, StageGrant, encode_notification
+from pdkv.protocol import Notification, Sent, StageGrant, encode_notifications
 from pdkv.request.events import WriteEnded
 
 if TYPE_CHECKING:
@@ -31,64 +31,6 @@ __all__ = ["Writes"]
 
 _STEP_S = 0.005  # how long one step may hand over; a backend may copy inside `post`
 _LANE_SHARE = 4  # one peer gets at most this part of the backend's queue
-
-
-@dataclass(eq=False)
-class _Write:
-    """One tag to one reader, in parts. The last part carries the notification, and is posted when
-    all others are complete: engines complete posts in any order."""
-
-    owner: Sending
-    peer: Peer
-    tag: Tag
-    ready: tuple[ReadyEvent, ...]
-    is_aux: bool = False
-    grant: StageGrant | None = None
-    buffer: int | None = None
-    parts: deque[Runs] | None = None
-    num_in_flight: int = 0
-    gather_from: float = 0.0
-    tried_at: float = 0.0
-    posted_at: float = 0.0
-    nbytes: int = 0
-    num_descriptors: int = 0
-    error: str = ""
-    quiet: bool = True
-
-    def fail(self, error: str, *, quiet: bool) -> None:
-        """No further part goes out. The first error is kept."""
-        self.error = self.error or error
-        self.quiet = self.quiet and quiet
-        self.parts = deque()
-
-    def note(self, phase: Phase, start: float, end: float) -> None:
-        """A slice of this tag's time, where somebody watches its request."""
-        timeline, on_wire = self.owner.timeline, phase is Phase.WIRE
-        if timeline is not None:
-            timeline.note(
-                phase,
-                start,
-                end,
-                self.peer.rank_id,
-                self.tag,
-                self.nbytes if on_wire else 0,
-                self.num_descriptors if on_wire else 0,
-                self.grant is not None,
-                self.error if on_wire else "",
-            )
-
-    @property
-    def must_wait(self) -> bool:
-        """The next part is the last one, and others are still on their way."""
-        return self.parts is not None and len(self.parts) == 1 and self.num_in_flight > 0
-
-
-@dataclass(eq=False)
-class _Lane:
-    """What is to go to one peer, oldest first."""
-
-    pending: deque[_Write] = field(default_factory=deque)
-    num_in_flight: int = 0
 
 
 class Writes:
@@ -102,9 +44,9 @@ class Writes:
         self._backend = backend
         self._aux = aux
         self._clock = clock
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, Lane] = {}
         self._lane_limit = max(1, backend.limits.max_in_flight // _LANE_SHARE)
-        self._in_flight: dict[int, _Write] = {}
+        self._in_flight: dict[int, Write] = {}
         self._ended: list[tuple[Sending, WriteEnded]] = []
 
     def queue(
@@ -120,8 +62,8 @@ class Writes:
         if grant is not None:
             self._staged.add((owner.handle, peer.rank_id, tag))
         is_aux = tag.component == len(owner.machine.pages)
-        lane = self._lanes.setdefault(peer.backend_key, _Lane())
-        lane.pending.append(_Write(owner, peer, tag, ready, is_aux, grant))
+        lane = self._lanes.setdefault(peer.backend_key, Lane())
+        lane.pending.append(Write(owner, peer, tag, ready, is_aux, grant))
 
     def abandon(self, owner: Sending) -> list[WriteEnded]:
         """Drop what the backend has not got yet. Parts that it has got end by themselves."""
@@ -133,6 +75,7 @@ class Writes:
                 dropped += [w for w in mine if not w.num_in_flight]
         for write in dropped:
             self._return_buffer(write)
+        dropped += [w.rider for w in dropped if w.rider is not None]
         for write in self._in_flight.values():
             if write.owner is owner and write.parts:
                 write.fail("abandoned", quiet=True)
@@ -150,7 +93,7 @@ class Writes:
                     waits[self._wait_of(write)] += 1
         return found
 
-    def _wait_of(self, write: _Write) -> str:
+    def _wait_of(self, write: Write) -> str:
         if write.gather_from:
             return "gather"
         if write.ready and write.parts is None:
@@ -186,7 +129,7 @@ class Writes:
                 break
         return progressed
 
-    def _next(self, lane: _Lane) -> _Write | None:
+    def _next(self, lane: Lane) -> Write | None:
         """The oldest write of a lane that can go on; None when none can, or the lane is full."""
         if lane.num_in_flight >= self._lane_limit:
             return None
@@ -204,30 +147,31 @@ class Writes:
             return write
         return None
 
-    def _end_gather(self, write: _Write) -> None:
+    def _end_gather(self, write: Write) -> None:
         """What was gathered may go; no ready event is left to wait for."""
         now, began = self._clock(), write.gather_from
         write.gather_from = 0.0
         write.owner.stats.gather_s += now - began
         write.note(Phase.GATHER, began, now)
 
-    def _lacks_buffer(self, write: _Write) -> bool:
+    def _lacks_buffer(self, write: Write) -> bool:
         """A staged tag that can't be gathered yet."""
         if write.grant is None or write.parts is not None or self.staging is None:
             return False
         return not self.staging.has_buffer(write.peer.backend_key)
 
-    def _return_buffer(self, write: _Write) -> None:
+    def _return_buffer(self, write: Write) -> None:
         """Of an unsettled write the buffer stays out: the engine may still read it."""
         if write.buffer is not None and write.quiet:
             assert self.staging is not None
             self.staging.return_buffer(write.buffer)
             write.buffer = None
 
-    def _post_part(self, lane: _Lane, write: _Write) -> bool:
+    def _post_part(self, lane: Lane, write: Write) -> bool:
         """Post the next part; False when the backend is full."""
         if write.parts is None:
             self._plan(write)
+            self._take_rider(lane, write)
             if write.ready:  # its gather is under way
                 return True
         if write.parts:
@@ -243,7 +187,7 @@ class Writes:
             self._end_if_over(write)
         return True
 
-    def _hand_over(self, lane: _Lane, write: _Write) -> bool:
+    def _hand_over(self, lane: Lane, write: Write) -> bool:
         assert write.parts
         runs = write.parts[0]
         note = self._notification(write) if len(write.parts) == 1 else b""
@@ -263,19 +207,22 @@ class Writes:
         lane.num_in_flight += 1
         return True
 
-    def _notification(self, write: _Write) -> bytes:
+    def _notification(self, write: Write) -> bytes:
         if not self._backend.capabilities.notifications:
             return b""
         identity = write.owner.machine.identity
         assert identity is not None
-        return encode_notification(
-            Notification(identity, write.tag, is_staged=write.grant is not None)
-        )
+        staged = write.tag if write.grant is not None else None
+        notes = [Notification(identity, tag, is_staged=tag == staged) for tag in write.tags]
+        return encode_notifications(notes)
 
     @staticmethod
-    def _count(write: _Write, runs: Runs) -> None:
+    def _count(write: Write, runs: Runs) -> None:
         if write.is_aux:
             return
+        if write.rider is not None and not write.parts:
+            num_runs = runs.num_runs - write.rider.num_descriptors
+            runs = Runs(*(column[:num_runs] for column in runs))
         stats, rank_id = write.owner.stats, write.peer.rank_id
         nbytes = runs.total_nbytes
         write.nbytes += nbytes
@@ -286,7 +233,7 @@ class Writes:
             stats.staged_nbytes += nbytes
         stats.nbytes_by_peer[rank_id] = stats.nbytes_by_peer.get(rank_id, 0) + nbytes
 
-    def _plan(self, write: _Write) -> None:
+    def _plan(self, write: Write) -> None:
         started = self._clock()
         try:
             runs = self._runs(write) if write.grant is None else self._gather(write, write.grant)
@@ -299,7 +246,28 @@ class Writes:
         write.owner.stats.plan_s += planned - started
         write.note(Phase.PLAN, started, planned)
 
-    def _gather(self, write: _Write, grant: StageGrant) -> Runs:
+    def _take_rider(self, lane: Lane, write: Write) -> None:
+        """Where the aux row of the same request is next, and ready, and there is room in the last
+        part, it goes along: a small request is one write."""
+        rider = lane.pending[1] if len(lane.pending) > 1 and lane.pending[0] is write else None
+        if rider is None or not rider.is_aux or rider.owner is not write.owner:
+            return
+        if write.is_aux or not write.parts or not write.peer.joins_rows:
+            return
+        try:
+            if not all(event.query() for event in rider.ready):
+                return
+            runs, last = self._runs(rider), write.parts[-1]
+        except Exception:  # it will say so itself, when it is its turn
+            return
+        joined = Runs(*(np.concatenate(columns) for columns in zip(last, runs, strict=True)))
+        if len(split_runs(joined, self._backend.limits)) > 1:
+            return
+        write.parts[-1], write.rider = joined, rider
+        rider.num_descriptors = runs.num_runs
+        del lane.pending[1]
+
+    def _gather(self, write: Write, grant: StageGrant) -> Runs:
         """Start to gather; the one large write that may go once `ready` has fired."""
         assert self.staging is not None
         gathered = self.staging.gather(write.owner, write.peer, write.tag, grant)
@@ -309,7 +277,7 @@ class Writes:
         write.owner.stats.num_staged_tags += 1
         return Runs(*(np.array([x], np.uint64) for x in (write.buffer, grant.address, nbytes)))
 
-    def _runs(self, write: _Write) -> Runs:
+    def _runs(self, write: Write) -> Runs:
         machine, route, tag = write.owner.machine, write.peer.route, write.tag
         info = machine.infos[write.peer.rank_id]
         assert route is not None
@@ -356,7 +324,7 @@ class Writes:
         ended, self._ended = self._ended, []
         return ended
 
-    def _end_if_over(self, write: _Write) -> None:
+    def _end_if_over(self, write: Write) -> None:
         if write.parts or write.num_in_flight:
             return
         now = self._clock()
@@ -367,8 +335,9 @@ class Writes:
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
         self._return_buffer(write)
-        event = WriteEnded(write.peer.rank_id, write.tag, write.error, write.quiet)
-        self._ended.append((write.owner, event))
+        for tag in write.tags:
+            event = WriteEnded(write.peer.rank_id, tag, write.error, write.quiet)
+            self._ended.append((write.owner, event))
 
     def delivered(self, write_owner: Sending, event: WriteEnded) -> Sent | None:
         """What to tell the reader where the backend has no notifications of its own."""

@@ -33,7 +33,9 @@ from pdkv.protocol.notification import (
     NOTIFICATION_NBYTES,
     Notification,
     decode_notification,
+    decode_notifications,
     encode_notification,
+    encode_notifications,
 )
 from pdkv.protocol.words import (
     MAX_FRAME_NBYTES,
@@ -79,9 +81,11 @@ __all__ = [
     "decode_frame",
     "decode_head",
     "decode_notification",
+    "decode_notifications",
     "encode",
     "encode_frame",
     "encode_notification",
+    "encode_notifications",
     "fit_text",
     "pack_page_ids",
 ]

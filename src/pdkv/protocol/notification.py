@@ -1,8 +1,9 @@
-"""The 47 bytes that a one-sided write leaves at its target. Layer 2."""
+"""What a one-sided write leaves at its target: 47 bytes for each tag in it. Layer 2."""
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from pdkv.errors import RemoteProtocolError
@@ -10,10 +11,13 @@ from pdkv.plan import Tag
 from pdkv.protocol.words import Identity
 
 __all__ = [
+    "MAX_JOINED",
     "NOTIFICATION_NBYTES",
     "Notification",
     "decode_notification",
+    "decode_notifications",
     "encode_notification",
+    "encode_notifications",
 ]
 
 
@@ -32,6 +36,7 @@ class Notification(NamedTuple):
 _NOTIFICATION = struct.Struct("<4sqQ16sIHIB")
 _MAGIC = b"pdk\x01"
 NOTIFICATION_NBYTES = _NOTIFICATION.size
+MAX_JOINED = 16
 
 
 def encode_notification(note: Notification) -> bytes:
@@ -40,6 +45,21 @@ def encode_notification(note: Notification) -> bytes:
     return _NOTIFICATION.pack(
         _MAGIC, who.room, who.attempt, who.incarnation, *note.tag, note.is_staged
     )
+
+
+def encode_notifications(notes: Sequence[Notification]) -> bytes:
+    """Of a write that carries several tags: one after the other. Only for a peer that says
+    `joined_notifications` in its Hello."""
+    return b"".join(map(encode_notification, notes))
+
+
+def decode_notifications(data: bytes) -> tuple[Notification, ...]:
+    """One or several; RemoteProtocolError for anything else, and for more than MAX_JOINED."""
+    num, rest = divmod(len(data), NOTIFICATION_NBYTES)
+    if rest or not 0 < num <= MAX_JOINED:
+        raise RemoteProtocolError(f"not a notification: {len(data)} bytes")
+    starts = range(0, len(data), NOTIFICATION_NBYTES)
+    return tuple(decode_notification(data[at : at + NOTIFICATION_NBYTES]) for at in starts)
 
 
 def decode_notification(data: bytes) -> Notification:

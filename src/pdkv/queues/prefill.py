@@ -71,6 +71,8 @@ class PrefillRequest:
         self.handle: Any = None
         self.holding: Holding | None = None
         self.num_sent = 0
+        self.num_bypassed = 0
+        self.stats: Any = None  # figures of its transfer, as the endpoint tells them
 
     @property
     def stage(self) -> PrefillStage:
@@ -81,8 +83,6 @@ class PrefillRequest:
     def stage(self, stage: PrefillStage) -> None:
         self._stage = stage
         self.times.enter(stage)
-        self.num_bypassed = 0
-        self.stats: Any = None  # figures of its transfer, as the endpoint tells them
 
     @property
     def order(self) -> tuple[int, int]:

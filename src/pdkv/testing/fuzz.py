@@ -44,10 +44,10 @@ from pdkv.protocol import (
     Waiting,
     decode,
     decode_frame,
-    decode_notification,
+    decode_notifications,
     encode,
     encode_frame,
-    encode_notification,
+    encode_notifications,
     pack_page_ids,
 )
 from pdkv.rendezvous import EngineRecord
@@ -98,11 +98,11 @@ class CodecTarget:
             self.num_valid += 1
             assert decode(encode(message)) == message
         try:
-            note = decode_notification(data)
+            notes = decode_notifications(data)
         except ProtocolError:
             return
         self.num_valid += 1
-        assert encode_notification(note) == data
+        assert encode_notifications(notes) == data
 
     @staticmethod
     def _frame(data: bytes) -> Message:
@@ -220,7 +220,7 @@ class NodeTarget:
     def notes(self) -> list[bytes]:
         """Notifications about the requests that live, to mutate."""
         return [
-            encode_notification(Notification(identity, Tag(0, component, 0), is_staged=staged))
+            encode_notifications([Notification(identity, Tag(0, component, 0), is_staged=staged)])
             for identity in self._identities
             for component in (0, 1)
             for staged in (False, True)

@@ -22,7 +22,7 @@ from pdkv.interfaces import BackendLimits, Capabilities, Completion
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 from pdkv.pool.aux import AuxBuffers
-from pdkv.protocol import Identity, decode_notification
+from pdkv.protocol import Identity, decode_notifications
 from pdkv.testing.sim.memory import RankMemory, Violation
 from pdkv.testing.sim.timeline import Timeline
 
@@ -287,4 +287,4 @@ class SimBackend:
 
 
 def _identity(notification: bytes) -> Identity | None:
-    return decode_notification(notification).identity if notification else None
+    return decode_notifications(notification)[0].identity if notification else None

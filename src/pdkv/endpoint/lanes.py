@@ -1,0 +1,83 @@
+"""One tag on its way to one reader, and the lane of those that go there. Layer 5."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from pdkv.endpoint.peers import Peer
+from pdkv.interfaces import ReadyEvent
+from pdkv.observe import Phase
+from pdkv.plan import Runs, Tag
+from pdkv.protocol import StageGrant
+
+if TYPE_CHECKING:
+    from pdkv.endpoint.records import Sending
+
+__all__ = ["Lane", "Write"]
+
+
+@dataclass(eq=False)
+class Write:
+    """One tag to one reader, in parts. The last part carries the notification, and is posted when
+    all others are complete: engines complete posts in any order. `rider`: the aux row of the same
+    request, whose run is the end of the last part."""
+
+    owner: Sending
+    peer: Peer
+    tag: Tag
+    ready: tuple[ReadyEvent, ...]
+    is_aux: bool = False
+    grant: StageGrant | None = None
+    buffer: int | None = None
+    parts: deque[Runs] | None = None
+    rider: Write | None = None
+    num_in_flight: int = 0
+    gather_from: float = 0.0
+    tried_at: float = 0.0
+    posted_at: float = 0.0
+    nbytes: int = 0
+    num_descriptors: int = 0
+    error: str = ""
+    quiet: bool = True
+
+    def fail(self, error: str, *, quiet: bool) -> None:
+        """No further part goes out. The first error is kept."""
+        self.error = self.error or error
+        self.quiet = self.quiet and quiet
+        self.parts = deque()
+
+    def note(self, phase: Phase, start: float, end: float) -> None:
+        """A slice of this tag's time, where somebody watches its request."""
+        timeline, on_wire = self.owner.timeline, phase is Phase.WIRE
+        if timeline is not None:
+            timeline.note(
+                phase,
+                start,
+                end,
+                self.peer.rank_id,
+                self.tag,
+                self.nbytes if on_wire else 0,
+                self.num_descriptors if on_wire else 0,
+                self.grant is not None,
+                self.error if on_wire else "",
+            )
+
+    @property
+    def tags(self) -> list[Tag]:
+        """What has arrived once this is complete."""
+        return [self.tag] if self.rider is None else [self.tag, self.rider.tag]
+
+    @property
+    def must_wait(self) -> bool:
+        """The next part is the last one, and others are still on their way."""
+        return self.parts is not None and len(self.parts) == 1 and self.num_in_flight > 0
+
+
+@dataclass(eq=False)
+class Lane:
+    """What is to go to one peer, oldest first."""
+
+    pending: deque[Write] = field(default_factory=deque)
+    num_in_flight: int = 0
