@@ -192,7 +192,7 @@ class PrefillSide(Side):
         for driver in self.drivers:
             for event in driver.end(gathered):
                 if isinstance(event, RequestEnded) and not event.cause:
-                    assert event.request.stats.num_tags > 0, "the figures of what was sent are gone"
+                    assert event.request.stats.concluded_at, "the figures of the transfer are gone"
             driver.stages.check()
         if self.is_paused:
             return
