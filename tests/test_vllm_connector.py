@@ -277,6 +277,8 @@ def test_figures_reach_the_log_and_prometheus(fleet: Fleet) -> None:
     for i in range(3):
         sequential(fleet, prefill, decode, prompt(9, seed=i), str(i))
     fleet.settle()
+    last = prefill.add("last", prompt(9), None)  # figures come with the next step
+    fleet.run(lambda: is_over(last))
     total = type(prefill.workers[0]).build_kv_connector_stats()
     assert total.is_empty()
     metrics = type(prefill.workers[0]).build_prom_metrics(

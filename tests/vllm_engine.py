@@ -137,7 +137,9 @@ class Engine:
 
     # -- what a client does -----------------------------------------------------------------------
 
-    def add(self, request_id: str, tokens: tuple[int, ...], params: dict[str, Any]) -> Request:
+    def add(
+        self, request_id: str, tokens: tuple[int, ...], params: dict[str, Any] | None
+    ) -> Request:
         request = self.requests[request_id] = Request(request_id, tokens, params)
         self.waiting.append(request)
         self.scheduler.on_new_request(request)

@@ -22,6 +22,7 @@ from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.endpoint import Node
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, ReadyEvent
+from pdkv.observe import Recorder
 from pdkv.pool.aux import AuxBuffers
 from pdkv.rendezvous import EngineRecord
 from pdkv.rendezvous.client import RendezvousClient
@@ -184,6 +185,7 @@ class PdkvConnector(KVConnectorBase_V1, SupportsHMA):
             aux=aux,
             incarnation=self._incarnation,
             limits=settings.limits,
+            recorder=Recorder(max_requests=256),
         )
         is_cuda = next(iter(kv_caches.values())).is_cuda
         self._worker = WorkerHalf(

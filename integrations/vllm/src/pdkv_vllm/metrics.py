@@ -13,6 +13,7 @@ _BUCKETS: dict[str, list[float]] = {
     "receive_s": [0.001 * 2**i for i in range(16)],
     "send_s": [0.001 * 2**i for i in range(16)],
     "sent_bytes": [float(2**i) for i in range(12, 38, 2)],
+    "late_bytes": [float(2**i) for i in range(12, 38, 2)],
     "sent_descriptors": [float(2**i) for i in range(0, 18, 2)],
 }
 

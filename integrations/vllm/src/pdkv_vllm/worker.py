@@ -86,9 +86,9 @@ class _Receiving:
 
 
 class WorkerHalf:
-    """`block_size`: tokens of a block of the scheduler; `pages_per_block`: of pages in it, each of
-    `block_size // pages_per_block` tokens. `make_ready`: an event that fires when what the step
-    computed is in memory, or None where it is there already."""
+    """`node`: one with a recorder. `block_size`: tokens of a block of the scheduler, in which there
+    are `pages_per_block` pages. `make_ready`: an event that fires when what the step computed is in
+    memory, or None where it is there already."""
 
     def __init__(
         self,
@@ -99,7 +99,8 @@ class WorkerHalf:
         make_ready: Callable[[], ReadyEvent | None] = lambda: None,
     ) -> None:
         self.node = node
-        self.tally = Tally()
+        assert node.recorder is not None
+        self.tally = Tally(node.recorder)
         self._decode, self._prefill = DecodeEndpoint(node), PrefillEndpoint(node)
         self._pages_per_block = pages_per_block
         self._page_size = block_size // pages_per_block
@@ -333,9 +334,7 @@ class WorkerHalf:
                 self._on_receiving(self._by_identity[event.key], event)
 
     def _on_sending(self, sending: _Sending, event: EndpointEvent) -> None:
-        if isinstance(event, Succeeded):
-            self.tally.sent(event.stats)
-        elif isinstance(event, RequestFailed):
+        if isinstance(event, RequestFailed):
             _log.warning(
                 "prompt of request %s was not fetched: %s", sending.request_id, event.cause
             )
@@ -359,7 +358,6 @@ class WorkerHalf:
             if receiving.doom:
                 self._decode.abort(identity, receiving.doom)
         elif isinstance(event, Succeeded):
-            self.tally.received(event.stats)
             self._report(receiving)
         elif isinstance(event, RequestFailed):
             receiving.cause = event.cause
