@@ -28,6 +28,8 @@ from aiohttp import web
 from pdkv.control.zmq import ZmqControl
 from pdkv.rendezvous.server import RendezvousServer
 
+_LAST_WORD_S = 10.0
+
 
 class PrefillFailed(Exception):
     """The leg at prefill ended without a computed prompt."""
@@ -105,10 +107,13 @@ async def both(
 ) -> web.StreamResponse:
     """What decode answers. A leg that fails ends the other: it would wait for nothing."""
     try:
-        await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_EXCEPTION)
-        if prefill.done() and prefill.exception() is not None:
-            await prefill
-        return await decode
+        await asyncio.wait((prefill, decode), return_when=asyncio.FIRST_COMPLETED)
+        if not decode.done():
+            prefill.result()
+        response = await decode
+        if response.status == 200:  # prefill is about to answer
+            await asyncio.wait((prefill,), timeout=_LAST_WORD_S)
+        return response
     finally:
         for leg in (prefill, decode):
             leg.cancel()

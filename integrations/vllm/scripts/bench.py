@@ -4,18 +4,21 @@
 
 Two servers per connector, prefill on core 0 and decode on core 1. The pair that is not measured is
 stopped (SIGSTOP), since an idle NIXL agent of vLLM spins; a round is every size with one pair, then
-with the other.
+with the other. Prefill has the prompts in its prefix cache, decode keeps none: computing them anew
+each time would take hours, and the transfer is the same. In the --fresh rounds nothing is cached.
 
     hand-over   decode leg, from prefill's answer to its first token, minus a local request of one
                 token on the same server: what the transfer costs a client. Medians.
-    first token client's time from sending both legs (concurrent) or the first one (sequential).
+    first token client's time to the first token of the largest size, computed anew: concurrent for
+                pdkv, sequential for both.
     GB/s        bytes and seconds of each connector's own metrics in /metrics.
-    late        bytes written after the whole prompt was computed (concurrent, pdkv's metrics).
+    late        bytes written after the whole prompt was computed, concurrent flow.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import random
 import secrets
@@ -42,7 +45,14 @@ class Pair:
         if name == "pdkv":
             configs = [pdkv_config("p0"), pdkv_config("d0")]
         self.prefill, self.decode = (
-            Server.make(port=port + i, cores=str(i), model=model, folder=folder, config=config)
+            Server.make(
+                port=port + i,
+                cores=str(i),
+                model=model,
+                folder=folder,
+                config=config,
+                arguments=["--no-enable-prefix-caching"] if i else [],
+            )
             for i, config in enumerate(configs)
         )
 
@@ -86,19 +96,33 @@ def fresh(rng: random.Random, num_tokens: int) -> list[int]:
     return [rng.randrange(100, 40_000) for _ in range(num_tokens)]
 
 
-def run_round(pair: Pair, sizes: list[int], rng: random.Random, times: Times) -> None:
+def run_round(pair: Pair, prompts: dict[int, list[int]], rng: random.Random, times: Times) -> None:
     """Every size once."""
-    with ThreadPoolExecutor(2) as pool:
-        for size in sizes:
-            local = time.perf_counter()
-            pair.decode.complete(fresh(rng, 1))
-            local = time.perf_counter() - local
-            whole, leg = pair.sequential(fresh(rng, size))
-            times[f"{pair.name} hand-over", size].append(leg - local)
-            times[f"{pair.name} first token", size].append(whole)
-            if pair.name == "pdkv":
-                seconds = pair.concurrent(fresh(rng, size), pool)
-                times["pdkv concurrent first token", size].append(seconds)
+    for size, prompt in prompts.items():
+        local = time.perf_counter()
+        pair.decode.complete(fresh(rng, 1))
+        local = time.perf_counter() - local
+        _, leg = pair.sequential(prompt)
+        times[f"{pair.name} hand-over", size].append(leg - local)
+
+
+def run_fresh(pair: Pair, size: int, rng: random.Random, times: Times) -> None:
+    """The largest size computed anew, in both flows."""
+    whole, _ = pair.sequential(fresh(rng, size))
+    times[f"{pair.name} first token", size].append(whole)
+    if pair.name == "pdkv":
+        with ThreadPoolExecutor(2) as pool:
+            before = late_bytes(pair)
+            seconds = pair.concurrent(fresh(rng, size), pool)
+            times["pdkv concurrent first token", size].append(seconds)
+            pair.prefill.complete(fresh(rng, 1))  # a step more, with which figures are delivered
+            time.sleep(0.2)
+            times["pdkv late MB", size].append((late_bytes(pair) - before) / 1e9)
+
+
+def late_bytes(pair: Pair) -> float:
+    """Bytes that were written after their prompt was computed, so far."""
+    return pair.prefill.metrics()["vllm:pdkv_late_bytes_sum"]
 
 
 def speed(pair: Pair, before: dict[str, float], after: dict[str, float]) -> float:
@@ -110,15 +134,15 @@ def speed(pair: Pair, before: dict[str, float], after: dict[str, float]) -> floa
     return nbytes / seconds / 1e9 if seconds else 0.0
 
 
-def measure_speed(pair: Pair, size: int, rounds: int, rng: random.Random) -> list[float]:
-    """GB/s of single transfers of `size` tokens."""
+def measure_speed(pair: Pair, prompt: list[int], rounds: int, rng: random.Random) -> list[float]:
+    """GB/s of single transfers."""
     server = pair.decode if pair.name == "nixl" else pair.prefill
     found = []
     for _ in range(rounds):
         before = server.metrics()
-        pair.sequential(fresh(rng, size))
-        server.complete(fresh(rng, 1))  # one more step, with which figures are delivered
-        time.sleep(0.05)
+        pair.sequential(prompt)
+        server.complete(fresh(rng, 1))
+        time.sleep(0.1)
         found.append(speed(pair, before, server.metrics()))
     return [value for value in found if value]
 
@@ -126,7 +150,7 @@ def measure_speed(pair: Pair, size: int, rounds: int, rng: random.Random) -> lis
 def report(times: Times, sizes: list[int]) -> None:
     """Medians, in milliseconds, and the ratio of the hand-overs."""
     for what in sorted({name for name, _ in times}):
-        row = [statistics.median(times[what, size]) * 1e3 for size in sizes]
+        row = [statistics.median(times.get((what, s), [math.nan])) * 1e3 for s in sizes]
         print(f"{what:32s}" + "".join(f"{value:10.1f}" for value in row))
     ratios = [
         statistics.median(times["pdkv hand-over", size])
@@ -141,6 +165,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("model", type=Path)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--fresh", type=int, default=15, help="rounds that compute the prompt")
     parser.add_argument("--sizes", type=int, nargs="+", default=[32, 256, 1024, 2048])
     options = parser.parse_args()
     rng, times = random.Random(time.time_ns()), defaultdict(list)
@@ -164,40 +189,32 @@ def main() -> None:
 def measure(
     pairs: list[Pair], directory: Process, options: Any, rng: random.Random, times: Times
 ) -> None:
-    """All rounds; the first one of each pair warms it up and is dropped."""
+    """All rounds, after one that warms up."""
     directory.start()
+    prompts = {size: fresh(rng, size) for size in options.sizes}
+    largest = options.sizes[-1]
     for pair in pairs:
         for server in pair:
             server.start()
         for server in pair:
             server.wait()
-        run_round(pair, options.sizes, rng, defaultdict(list))
+        run_round(pair, prompts, rng, defaultdict(list))
         pair.halt(signal.SIGSTOP)
     print("ms, medians of", options.rounds, "".join(f"{size:10d}" for size in options.sizes))
-    speeds = {}
-    for turn in range(options.rounds + 1):
+    speeds: dict[str, list[float]] = defaultdict(list)
+    for turn in range(options.rounds):
         for pair in pairs:
             pair.halt(signal.SIGCONT)
             time.sleep(1.5)  # leases and keepalives that lapsed while it was stopped
             pair.sequential(fresh(rng, 40))
-            if turn < options.rounds:
-                run_round(pair, options.sizes, rng, times)
-            else:
-                rounds = min(options.rounds, 5)
-                speeds[pair.name] = measure_speed(pair, options.sizes[-1], rounds, rng)
-                late(pair)
+            run_round(pair, prompts, rng, times)
+            speeds[pair.name] += measure_speed(pair, prompts[largest], 1, rng)
+            if turn < options.fresh:
+                run_fresh(pair, largest, rng, times)
             pair.halt(signal.SIGSTOP)
     report(times, options.sizes)
     for name, values in speeds.items():
-        print(f"{name} GB/s at {options.sizes[-1]}: {statistics.median(values):.2f}")
-
-
-def late(pair: Pair) -> None:
-    """Mean of bytes that came after the prompt was computed, over all concurrent requests."""
-    if pair.name == "pdkv":
-        found = pair.prefill.metrics()
-        total, count = (found[f"vllm:pdkv_late_bytes_{x}"] for x in ("sum", "count"))
-        print(f"late bytes, mean of both flows: {total / count / 1e6:.2f} MB")
+        print(f"{name} GB/s at {largest}: {statistics.median(values):.2f}")
 
 
 if __name__ == "__main__":
