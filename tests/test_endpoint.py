@@ -415,3 +415,50 @@ def test_a_garbage_frame_is_counted_and_touches_nobody(world: World) -> None:
     world.run()
     assert len(decode.events(Succeeded)) == 1
     assert prefill.prefill[0].health().counters["malformed"] == 6
+
+
+def test_a_pair_that_has_met_needs_no_handshake_at_submit(world: World) -> None:
+    prefill, decode = world.engine("p", small_layout(tp_size=3)), world.engine("d", small_layout())
+    decode.decode[0].meet(prefill.record)
+    world.run()
+    assert all(len(node.core.links.peers) == 1 for node in prefill.nodes)
+    pages = pages_of(16, 1)
+    ask(decode, prefill, 5, 1, 16, pages)
+    world.run(steps=1)
+    serve(prefill, 5, 16, pages)
+    world.run()
+    assert len(decode.events(Succeeded)) == 1
+    heard = [
+        node.core.links.peers.get((decode.incarnation, 0)).their_sequence for node in prefill.nodes
+    ]
+    assert heard == [2, 2, 2], "a Hello and a TransferInfo each"
+
+
+def test_an_engine_that_never_answers_is_forgotten(world: World) -> None:
+    prefill, decode = world.engine("p", small_layout()), world.engine("d", small_layout())
+    world.engines.remove(prefill)
+    decode.decode[0].meet(prefill.record)
+    world.run(steps=20, dt=1.0)
+    links = decode.nodes[0].core.links
+    assert len(links.peers) == 1
+    ask(decode, prefill, 5, 1, 16, pages_of(16, 1))
+    world.run(steps=20, dt=1.0)
+    assert len(links.peers) == 1, "a request waits for it"
+    world.run(steps=80, dt=1.0)
+    assert len(decode.events(RequestFailed)) == len(decode.events(Released)) == 1
+    assert len(links.peers) == 0
+    prefill.close()
+
+
+def test_a_pair_that_can_not_be_is_the_outcome_of_a_request_and_no_error_of_meet(
+    world: World,
+) -> None:
+    prefill, decode = (
+        world.engine("p", small_layout(dtype="float16")),
+        world.engine("d", small_layout()),
+    )
+    decode.decode[0].meet(prefill.record)
+    world.run()
+    ask(decode, prefill, 5, 1, 16, pages_of(16, 1))
+    world.run()
+    assert "dtype" in decode.events(RequestFailed)[0].cause

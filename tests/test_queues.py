@@ -351,3 +351,18 @@ def test_misuse_raises(world: World) -> None:
         router.decode.drivers[0].end([b"?"])
     with pytest.raises(RemoteProtocolError):
         fold([b"?"])
+
+
+def test_engines_meet_while_a_request_waits_for_memory(world: World) -> None:
+    router = pair(world, 2, 1)
+    stages = router.decode.stages
+    stages.on_health("nobody is admitted")
+    request_id = router.send(range(5), 2)
+    for _ in range(5):
+        router.step()
+    assert [request.stage.value for request in stages.prealloc] == ["queued"]
+    links = router.decode.engine.nodes[0].core.links
+    assert [peer.is_greeted for peer in links.peers] == [True, True]
+    stages.on_health("")
+    router.run()
+    router.check_answer(request_id)

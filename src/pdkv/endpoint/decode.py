@@ -48,6 +48,20 @@ class DecodeEndpoint(Endpoint):
             raise found
         return found
 
+    def meet(self, prefill: EngineRecord) -> None:
+        """Shake hands with the ranks of `prefill` that would write here, ahead of a request.
+
+        For the time between knowing the prefill engine and having memory: without it the first
+        `submit` waits for the handshake. What is wrong with the pair is the outcome of a request,
+        and no error here. Of an engine that does not answer nothing is kept for longer than
+        `limits.handshake_s`.
+        """
+        self._admit()
+        pairing, _ = self._try_pairing(prefill)
+        if pairing is not None:
+            core = self.node.core
+            self.node.call(lambda now: core.links.meet_all(prefill, pairing, now))
+
     def submit(
         self,
         *,

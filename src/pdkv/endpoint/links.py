@@ -127,7 +127,7 @@ class Links:
         if peer.state is PeerState.GONE or engine.incarnation in self._gone:
             peer.state = PeerState.GONE
             return peer
-        peer.wants_greeting = True
+        peer.wants_greeting, peer.wanted_at = True, now
         peer.grid = pairing.grid if pairing else 0
         if peer.state in (PeerState.LOST, PeerState.REFUSED):
             peer.renew(self.peers.next_epoch())
@@ -137,6 +137,12 @@ class Links:
         if overdue and (not peer.is_greeted or self._is_silent(peer, now)):
             self._greet(peer, now)
         return peer
+
+    def meet_all(self, engine: EngineRecord, pairing: Pairing, now: float) -> None:
+        """`meet` whoever would write to this rank, or hear of its requests as a dummy."""
+        me = self._local.rank_id
+        for rank_id in sorted({*pairing.writers(me), *pairing.dummy_writers(me)}):
+            self.meet(engine, rank_id, pairing, now)
 
     def _greet(self, peer: Peer, now: float) -> None:
         peer.hello_at = now
@@ -288,10 +294,18 @@ class Links:
         for peer in self.peers:
             if not peer.wants_greeting or peer.state not in alive:
                 continue
+            if self._is_given_up(peer, now):
+                peer.state = PeerState.LOST
+                continue
             unheard = peer.requests and self._is_silent(peer, now)
             overdue = now - peer.hello_at >= self._local.limits.resend_s
             if overdue and (not peer.is_greeted or unheard):
                 self._greet(peer, now)
+
+    def _is_given_up(self, peer: Peer, now: float) -> bool:
+        """It has never answered, and nobody waits for it any more."""
+        is_silent = peer.state is PeerState.CONNECTING and not peer.requests
+        return is_silent and now - peer.wanted_at > self._local.limits.handshake_s
 
     def leave(self, cause: str, now: float) -> None:
         """Say goodbye to everybody and forget them, with whatever way there was. Whoever greets

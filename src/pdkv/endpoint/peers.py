@@ -50,6 +50,7 @@ class Peer:
     heard_at: float = 0.0
     said_at: float = 0.0
     hello_at: float = float("-inf")
+    wanted_at: float = 0.0  # when this node last wished to receive from it
     epoch: int = 1
     sequence: int = 0
     their_epoch: int = 0

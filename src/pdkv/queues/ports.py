@@ -108,6 +108,7 @@ class DecodeTransport(Protocol):
     """What `pdkv.endpoint.DecodeEndpoint` does for the queues."""
 
     def pairing(self, prefill: EngineRecord) -> Pairing: ...
+    def meet(self, prefill: EngineRecord) -> None: ...
     def submit(
         self,
         *,

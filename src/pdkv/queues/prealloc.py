@@ -13,13 +13,14 @@ Layer 2.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.errors import LayoutMismatch, PdkvError
+from pdkv.errors import ConfigError, LayoutMismatch, PdkvError
 from pdkv.observe import Phase
 from pdkv.protocol import Identity
 from pdkv.queues.admission import Resources, Waiting, plan_admission
@@ -34,6 +35,7 @@ from pdkv.rendezvous import EngineRecord, Known
 __all__ = ["DecodePreallocQueue"]
 
 _Ids = npt.NDArray[np.int32]
+_MAX_MET = 1024  # lives of prefill engines that were greeted
 
 
 class DecodePreallocQueue:
@@ -57,6 +59,7 @@ class DecodePreallocQueue:
         self._settled: tuple[int, Resources, list[int]] | None = None
         self._requests: dict[int, DecodeRequest] = {}
         self._announced: dict[Identity, DecodeRequest] = {}
+        self._met: dict[bytes, None] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -105,8 +108,20 @@ class DecodePreallocQueue:
                 continue
             if isinstance(found, Known):
                 request.record = found.record
+                self._meet(found.record)
                 life = f"{found.record.incarnation.hex()} {found.record.topology_epoch}"
                 self._context.gate.say(Topic.RESOLVED, request.request_id, life)
+
+    def _meet(self, record: EngineRecord) -> None:
+        """Let the handshake go on while the request waits for memory. Once per life: whoever is
+        lost later is met again at `submit`."""
+        if record.incarnation in self._met:
+            return
+        self._met[record.incarnation] = None
+        if len(self._met) > _MAX_MET:
+            del self._met[next(iter(self._met))]
+        with contextlib.suppress(ConfigError):  # it drains: `submit` says so to each request
+            self._context.transport.meet(record)
 
     def on_resolved(self, request: DecodeRequest) -> None:
         """Every rank knows the same DP rank."""
