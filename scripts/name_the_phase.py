@@ -28,6 +28,7 @@ from pdkv.endpoint.scheduling import DecodeDriver, PrefillDriver
 from pdkv.interfaces import ReadyEvent
 from pdkv.kernels.cpu import CpuKernels
 from pdkv.layout import EngineLayout, KVLayout, MemoryRegion
+from pdkv.limits import Limits
 from pdkv.observe import (
     Phase,
     RankName,
@@ -168,6 +169,7 @@ class Rank:
             pool=staging.added_to(self.pool.layout(self.aux)),
             aux=self.aux,
             incarnation=role.ljust(16).encode(),
+            limits=Limits(staging_wait_s=5.0),  # a busy machine must not make a tag go direct
             staging=staging,
             planner=slow_planner(slow.of(Phase.PLAN)),
             recorder=self.recorder,
