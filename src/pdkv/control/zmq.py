@@ -18,7 +18,6 @@ Refuses to know what is in a frame. Layer 4, pyzmq.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import math
 import os
 import select
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Sequence
 import zmq
 
 from pdkv.control.zmq_guard import Guard, sender_of
-from pdkv.control.zmq_keys import CurveSecurity, join_address, split_address
+from pdkv.control.zmq_keys import CurveSecurity, join_address, split_address, stays_here
 from pdkv.errors import ConfigError, LocalProtocolError, PdkvError, TransferError
 
 __all__ = ["ZmqControl"]
@@ -66,7 +65,7 @@ class ZmqControl:
     ) -> None:
         if high_water_mark < 1 or max_frame_nbytes < 1:
             raise ConfigError(f"{high_water_mark=} and {max_frame_nbytes=} must be positive")
-        if security is None and not trust_network and not _stays_here(bind):
+        if security is None and not trust_network and not stays_here(bind):
             raise ConfigError(
                 f"{bind} is reached from other machines: give security=CurveSecurity.load(...), or "
                 "trust_network=True where each of them may be trusted"
@@ -284,15 +283,3 @@ class ZmqControl:
             self._guard.close()
         self._inbound.close(0)
         self._context.term()
-
-
-def _stays_here(endpoint: str) -> bool:
-    """Whether an endpoint can be reached from this machine alone."""
-    scheme, _, rest = endpoint.partition("://")
-    host = rest.rpartition(":")[0].strip("[]")
-    if scheme != "tcp" or host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

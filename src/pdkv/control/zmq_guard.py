@@ -17,7 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.errors import TransferError
 
-__all__ = ["Guard", "sender_of"]
+__all__ = ["Guard", "introduce", "sender_of"]
 
 _DOMAIN = b"pdkv"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -48,7 +48,7 @@ class Guard:
         inbound.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         inbound.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # nobody gets in while nobody answers
         inbound.setsockopt(zmq.CURVE_SERVER, 1)
-        self._set_keys(inbound)
+        _set_keys(inbound, security)
         self._inbound = inbound
         self._monitor = inbound.get_monitor_socket(_REFUSED)
 
@@ -84,16 +84,7 @@ class Guard:
 
     def introduce(self, outbound: zmq.Socket[bytes], server_key: bytes) -> None:
         """Give an outgoing socket its keys. TransferError for a peer that is not allowed."""
-        if not server_key:
-            raise TransferError("the address carries no key, and this node speaks to none without")
-        if not self.is_allowed(server_key):
-            raise TransferError(f"key {server_key.hex()} is not on the allow-list")
-        outbound.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
-        self._set_keys(outbound)
-
-    def _set_keys(self, socket: zmq.Socket[bytes]) -> None:
-        socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(self._security.public_key))
-        socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(self._security.secret_key))
+        introduce(outbound, self._security, server_key)
 
     def is_allowed(self, public_key: bytes) -> bool:
         """Whether a key is on the allow-list."""
@@ -116,6 +107,21 @@ class Guard:
         self._inbound.disable_monitor()
         self._monitor.close(0)
         self._zap.close(0)
+
+
+def introduce(outbound: zmq.Socket[bytes], security: CurveSecurity, server_key: bytes) -> None:
+    """Give an outgoing socket its keys. TransferError for a peer that is not allowed."""
+    if not server_key:
+        raise TransferError("the address carries no key, and this node speaks to none without")
+    if server_key not in security.allowed:
+        raise TransferError(f"key {server_key.hex()} is not on the allow-list")
+    outbound.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(server_key))
+    _set_keys(outbound, security)
+
+
+def _set_keys(socket: zmq.Socket[bytes], security: CurveSecurity) -> None:
+    socket.setsockopt(zmq.CURVE_PUBLICKEY, z85.encode(security.public_key))
+    socket.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(security.secret_key))
 
 
 def sender_of(frame: zmq.Frame) -> str:

@@ -11,6 +11,7 @@ docs/security.md. Layer 4, pyzmq.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import stat
 from collections.abc import Iterable
@@ -23,7 +24,14 @@ from zmq.utils import z85
 
 from pdkv.errors import ConfigError
 
-__all__ = ["CurveSecurity", "create_keys", "join_address", "load_public_key", "split_address"]
+__all__ = [
+    "CurveSecurity",
+    "create_keys",
+    "join_address",
+    "load_public_key",
+    "split_address",
+    "stays_here",
+]
 
 _KEY_NBYTES = 32
 
@@ -109,6 +117,18 @@ def split_address(address: str) -> tuple[str, bytes]:
     if key and len(key) != _KEY_NBYTES:
         raise ConfigError(f"{address!r}: what follows # must be a key of {2 * _KEY_NBYTES} digits")
     return endpoint, key
+
+
+def stays_here(endpoint: str) -> bool:
+    """Whether an endpoint can be reached from this machine alone."""
+    scheme, _, rest = endpoint.partition("://")
+    host = rest.rpartition(":")[0].strip("[]")
+    if scheme != "tcp" or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:

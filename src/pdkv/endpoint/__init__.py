@@ -7,9 +7,7 @@ from pdkv.endpoint.events import (
     Bootstrapped,
     Computed,
     EndpointEvent,
-    Health,
     HealthChanged,
-    PeerHealth,
     Recompute,
     Released,
     RequestFailed,
@@ -18,7 +16,8 @@ from pdkv.endpoint.events import (
 from pdkv.endpoint.node import Node
 from pdkv.endpoint.prefill import PrefillEndpoint, PrefillHandle
 from pdkv.endpoint.staging import StagingMemory
-from pdkv.observe import TransferStats
+from pdkv.endpoint.status import StatusSource
+from pdkv.observe import Health, PeerHealth, TransferStats
 from pdkv.request.events import Outcome
 
 __all__ = [
@@ -39,6 +38,7 @@ __all__ = [
     "Released",
     "RequestFailed",
     "StagingMemory",
+    "StatusSource",
     "Succeeded",
     "Tracked",
     "TransferStats",

@@ -9,11 +9,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.events import EndpointEvent, Health, Released, Succeeded
+from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
-from pdkv.observe import WaitingRequest
+from pdkv.observe import Health, WaitingRequest
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
@@ -108,15 +108,20 @@ class Endpoint:
         """What is wrong, what each request waits for, what is in quarantine; with what the group
         and the queues of a driver know beside it."""
         health = self.node.health(max_waiting)
-        problems, waiting = list(health.problems), list(health.waiting)
-        group = self._gate.group_problem
-        if group and group not in problems:
-            problems.append(f"a rank of this group: {group}")
+        problems, waiting = self.own_health(health.now)
+        new = tuple(problem for problem in problems if problem not in health.problems)
+        return msgspec.structs.replace(
+            health, problems=(*health.problems, *new), waiting=(*health.waiting, *waiting)
+        )
+
+    def own_health(self, now: float) -> tuple[list[str], list[WaitingRequest]]:
+        """Problems and waiting requests that this endpoint knows beside those of its node."""
+        problems = []
+        if self._gate.group_problem:
+            problems.append(f"a rank of this group: {self._gate.group_problem}")
         if self._is_draining:
             problems.append("the endpoint drains: it admits nothing")
-        for source in self._sources:
-            waiting += source(health.now)
-        return msgspec.structs.replace(health, problems=tuple(problems), waiting=tuple(waiting))
+        return problems, [waiting for source in self._sources for waiting in source(now)]
 
     def report_with(self, source: Callable[[float], list[WaitingRequest]]) -> None:
         """Let `health` also tell what `source(now)` does: requests that this endpoint has not

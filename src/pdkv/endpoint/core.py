@@ -14,7 +14,6 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 
-from pdkv.endpoint.events import Health
 from pdkv.endpoint.gauges import set_gauges
 from pdkv.endpoint.health import health_of
 from pdkv.endpoint.incoming import Incoming
@@ -32,7 +31,7 @@ from pdkv.interfaces import (
     CountedControl,
     TransferBackend,
 )
-from pdkv.observe import Recorder, Registry, RequestTimeline
+from pdkv.observe import Health, Recorder, Registry, RequestTimeline
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
     Keepalive,

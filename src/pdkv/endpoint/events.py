@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
-from pdkv.observe import QuarantinedRequest, TransferStats, WaitingRequest
+from pdkv.observe import TransferStats
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key
 from pdkv.request.events import Outcome
@@ -19,11 +19,8 @@ __all__ = [
     "Change",
     "Computed",
     "EndpointEvent",
-    "Health",
     "HealthChanged",
-    "PeerHealth",
     "Recompute",
-    "Refusal",
     "Released",
     "RequestFailed",
     "Succeeded",
@@ -116,44 +113,3 @@ class Recompute(RequestFailed, frozen=True, kw_only=True):
 
 class Released(EndpointEvent, frozen=True, kw_only=True):
     """The request's pages, aux slot and state may be reused, on every rank."""
-
-
-class Refusal(msgspec.Struct, frozen=True):
-    """A handshake that failed, in the same words on both sides."""
-
-    address: str
-    field: str
-    text: str
-
-
-class PeerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """A rank of another engine (`engine`: its incarnation in hex) as this node knows it.
-
-    heard_s: seconds since its last word, infinite where there was none.
-    """
-
-    address: str
-    engine: str
-    rank_id: int
-    state: str
-    reason: str
-    heard_s: float
-    num_requests: int
-
-
-class Health(msgspec.Struct, frozen=True, kw_only=True):
-    """A snapshot. `problems` is empty when the node admits requests.
-
-    `now`: the node's clock, to which every `since` belongs. `waiting` has the oldest requests
-    where it was limited; `num_live` counts all of them.
-    """
-
-    problems: tuple[str, ...]
-    waiting: tuple[WaitingRequest, ...]
-    num_quarantined: int
-    refusals: tuple[Refusal, ...]
-    counters: dict[str, int]
-    quarantine: tuple[QuarantinedRequest, ...] = ()
-    peers: tuple[PeerHealth, ...] = ()
-    num_live: int = 0
-    now: float = 0.0

@@ -9,14 +9,13 @@ import heapq
 import math
 from collections import Counter
 
-from pdkv.endpoint.events import Health, PeerHealth
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer
 from pdkv.endpoint.reasons import Reasons
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.writes import Writes
-from pdkv.observe import Place, QuarantinedRequest, WaitingRequest
+from pdkv.observe import Health, PeerHealth, Place, QuarantinedRequest, WaitingRequest
 from pdkv.request.states import Memory
 
 __all__ = ["health_of"]

@@ -8,12 +8,12 @@ from __future__ import annotations
 import logging
 from collections import Counter, OrderedDict, deque
 
-from pdkv.endpoint.events import Refusal
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout
+from pdkv.observe import Refusal
 from pdkv.plan import Pairing
 from pdkv.protocol import (
     Frame,

@@ -18,7 +18,7 @@ from typing import Self
 import msgspec
 
 from pdkv.endpoint.core import NodeCore
-from pdkv.endpoint.events import Change, Health
+from pdkv.endpoint.events import Change
 from pdkv.endpoint.records import LocalRank, Planner
 from pdkv.endpoint.settings import check_backend
 from pdkv.endpoint.staging import StagingMemory
@@ -26,7 +26,7 @@ from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.observe import Recorder, RequestTimeline, Sample
+from pdkv.observe import Health, Recorder, RequestTimeline, Sample
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
@@ -108,6 +108,11 @@ class Node:
     def address(self) -> str:
         """Where peers reach this node's control channel; goes into the engine's record."""
         return self._control.address
+
+    @property
+    def backend_name(self) -> str:
+        """The name of the transfer backend."""
+        return self._backend.name
 
     @property
     def group_size(self) -> int:

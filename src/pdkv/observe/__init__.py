@@ -5,6 +5,14 @@ Hand a `Recorder` to a node and read it when you like; exporters are in `pdkv.ob
 
 from pdkv.observe.attribution import RequestTimes, attribute, slowest_phase
 from pdkv.observe.fields import identity_fields
+from pdkv.observe.health import (
+    Health,
+    PeerHealth,
+    Refusal,
+    Status,
+    decode_status,
+    encode_status,
+)
 from pdkv.observe.metrics import METRICS, Metric, Registry, Sample, quantile
 from pdkv.observe.phases import DEPTH, PHASES_OF, Phase
 from pdkv.observe.recorder import Feed, Recorder
@@ -18,22 +26,28 @@ __all__ = [
     "PHASES_OF",
     "WAITS",
     "Feed",
+    "Health",
     "Metric",
+    "PeerHealth",
     "Phase",
     "Place",
     "QuarantinedRequest",
     "RankName",
     "Recorder",
+    "Refusal",
     "Registry",
     "RequestTimeline",
     "RequestTimes",
     "Role",
     "Sample",
     "Slice",
+    "Status",
     "TransferStats",
     "WaitingRequest",
     "attribute",
+    "decode_status",
     "decode_trace",
+    "encode_status",
     "encode_trace",
     "identity_fields",
     "quantile",

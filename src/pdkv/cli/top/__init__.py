@@ -1,0 +1,85 @@
+"""`python -m pdkv top HOST:PORT`: what a node does, as it does it.
+
+    top 127.0.0.1:7070                 live, a frame a second, until Ctrl-C
+    top 127.0.0.1:7070 --once          one frame, for a pipe or a log
+    top 127.0.0.1:7070 --once --json   the same as data
+    top HOST:PORT#KEY --secret ME.key_secret --allow FOLDER    a node with keys
+
+The node must offer it: `QueryServer(StatusSource(node, [endpoint]).answer, "tcp://HOST:PORT")`
+(docs/observability.md). It is only ever read. Layer 6, rich: `pip install pdkv[top]`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+
+import msgspec
+
+from pdkv.control.zmq_keys import CurveSecurity
+from pdkv.control.zmq_query import QueryClient
+from pdkv.errors import PdkvError
+from pdkv.observe import Status, decode_status
+
+__all__ = ["main"]
+
+
+def main(arguments: list[str]) -> int:
+    """Show one node; 1 where it does not answer."""
+    options = _parser().parse_args(arguments)
+    try:
+        with QueryClient(_address(options.address), security=_security(options)) as client:
+            return _show(client, options)
+    except PdkvError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 0
+
+
+def _show(client: QueryClient, options: argparse.Namespace) -> int:
+    if options.json:
+        while True:
+            print(msgspec.json.encode(_ask(client, options)).decode(), flush=True)
+            if options.once:
+                return 0
+            time.sleep(options.interval)
+    try:
+        from pdkv.cli.top import screen
+    except ImportError:
+        print("error: top needs rich: pip install pdkv[top]; or use --json", file=sys.stderr)
+        return 1
+    if options.once:
+        screen.print_once(_ask(client, options), options.rows)
+        return 0
+    screen.run(lambda: _ask(client, options), options.interval, options.rows)
+    return 0
+
+
+def _ask(client: QueryClient, options: argparse.Namespace) -> Status:
+    return decode_status(client.ask(b"status", options.timeout))
+
+
+def _address(text: str) -> str:
+    return text if "://" in text else f"tcp://{text}"
+
+
+def _security(options: argparse.Namespace) -> CurveSecurity | None:
+    if options.secret is None:
+        return None
+    return CurveSecurity.load(options.secret, options.allow)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m pdkv top", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("address", metavar="HOST:PORT", help="where the node answers; #KEY behind")
+    parser.add_argument("--once", action="store_true", help="one frame, then end")
+    parser.add_argument("--json", action="store_true", help="data instead of a picture")
+    parser.add_argument("--interval", type=float, default=1.0, help="seconds between frames")
+    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
+    parser.add_argument("--rows", type=int, default=12, help="of each list")
+    parser.add_argument("--secret", help="own key (NAME.key_secret), for a node with keys")
+    parser.add_argument("--allow", default=".", help="folder with the node's public key")
+    return parser

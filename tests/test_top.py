@@ -1,0 +1,248 @@
+"""`python -m pdkv top`: the status of a node over its socket, and the frame that is drawn of it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+import test_endpoint as plain
+from pdkv.cli import top
+from pdkv.cli.top.figures import phase_rows, rates
+from pdkv.control.zmq_keys import CurveSecurity, create_keys
+from pdkv.control.zmq_query import QueryClient, QueryServer
+from pdkv.endpoint import StatusSource
+from pdkv.errors import ConfigError, RemoteProtocolError, TransferError
+from pdkv.limits import Limits
+from pdkv.observe import Status, decode_status, encode_status
+from support import Engine, World, small_layout
+
+rich = pytest.importorskip("rich")
+SRC = Path(__file__).parent.parent / "src"
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
+    yield world
+    world.close()
+
+
+def engines(world: World) -> tuple[Engine, Engine]:
+    prefill = world.engine("p", small_layout(), recorded=True)
+    decode = world.engine("d", small_layout(), recorded=True)
+    return prefill, decode
+
+
+def serve(world: World, prefill: Engine, decode: Engine, room: int) -> None:
+    plain.ask(decode, prefill, room, room, 19, plain.pages_of(19, 2))
+    plain.serve(prefill, room, 19, plain.pages_of(19, 1))
+    world.run()
+
+
+def status_of(engine: Engine) -> Status:
+    endpoint = engine.prefill[0]
+    return StatusSource(engine.nodes[0], [endpoint, engine.decode[0]]).status()
+
+
+def drawn(now: Status, before: Status | None = None) -> str:
+    from rich.console import Console
+
+    from pdkv.cli.top.screen import frame
+
+    console = Console(record=True, width=160, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(frame(now, before, rows=5))
+    console.file.close()
+    return console.export_text()
+
+
+def test_a_status_travels_whole(world: World) -> None:
+    prefill, decode = engines(world)
+    serve(world, prefill, decode, 1)
+    status = status_of(prefill)
+    assert decode_status(encode_status(status)) == status
+    assert status.health.peers
+    assert status.samples
+    for bad in (b"", b"\x80", msgspec.msgpack.encode({"version": 1})):
+        with pytest.raises(RemoteProtocolError, match="no status"):
+            decode_status(bad)
+
+
+def test_rates_are_over_the_time_between_two_looks(world: World) -> None:
+    prefill, decode = engines(world)
+    serve(world, prefill, decode, 1)
+    before = status_of(prefill)
+    for room in (2, 3):
+        serve(world, prefill, decode, room)
+    now = status_of(prefill)
+    seconds = now.health.now - before.health.now
+    found = rates(now, before)
+    assert found.totals == {"prefill success": 3}
+    assert found.requests["prefill success"] == pytest.approx(2 / seconds)
+    assert found.nbytes_per_s == pytest.approx(found.nbytes * 2 / 3 / seconds)
+    assert rates(now, None).requests == {"prefill success": None}
+    assert {row.phase: row.num for row in phase_rows(now, before)}["wire"] == 2
+    assert {row.phase: row.num for row in phase_rows(now, now)}["wire"] == 3
+
+
+def test_a_frame_shows_what_is_wrong_and_who_waits_for_what(world: World) -> None:
+    prefill, decode = engines(world)
+    serve(world, prefill, decode, 1)
+    prefill.prefill[0].open(7, 19)
+    prefill.prefill[0].drain()
+    plain.ask(decode, prefill, 9, 9, 19, plain.pages_of(19, 2))
+    world.run()
+    text = drawn(status_of(prefill))
+    assert "UNHEALTHY" in text
+    assert "the endpoint drains" in text
+    assert "any decode engine to ask for room 7" in text
+    assert "prefill success 1" in text
+    assert "wire" in text
+    assert "healthy" in drawn(status_of(decode))
+
+
+def test_a_frame_shows_quarantine_and_lost_peers(world: World) -> None:
+    prefill, decode = engines(world)
+    plain.ask(decode, prefill, 1, 1, 19, plain.pages_of(19, 2))
+    prefill.prefill[0].open(1, 19)
+    world.run(10)
+    prefill.kill()
+    world.run(300, dt=0.01)
+    text = drawn(status_of(decode))
+    assert "quarantine: 1" in text
+    assert "lost" in text
+
+
+def test_a_node_without_a_recorder_shows_its_health(world: World) -> None:
+    prefill = world.engine("p", small_layout())
+    assert "no recorder" in drawn(status_of(prefill))
+
+
+# -- the socket ----------------------------------------------------------------------------------
+
+
+def test_questions_are_answered_on_the_connection_that_asked() -> None:
+    with QueryServer(lambda question: question[::-1]) as server:
+        with QueryClient(server.address) as one, QueryClient(server.address) as other:
+            assert one.ask(b"abc") == b"cba"
+            assert other.ask(b"xyz") == b"zyx"
+            assert one.ask(b"123") == b"321"
+
+
+def test_an_error_is_told_to_whoever_asked_and_the_server_goes_on() -> None:
+    def answer(question: bytes) -> bytes:
+        if question == b"bad":
+            raise ConfigError("the node is closed")
+        return b"good"
+
+    with QueryServer(answer) as server, QueryClient(server.address) as client:
+        with pytest.raises(TransferError, match="ConfigError: the node is closed"):
+            client.ask(b"bad")
+        assert client.ask(b"other") == b"good"
+
+
+def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
+    with QueryClient("tcp://127.0.0.1:9") as client:
+        with pytest.raises(TransferError, match=r"did not answer within 0\.05 s"):
+            client.ask(b"x", timeout_s=0.05)
+
+
+def test_what_is_no_question_is_dropped() -> None:
+    context = zmq.Context()
+    with QueryServer(lambda question: b"yes") as server:
+        socket = context.socket(zmq.DEALER)
+        socket.connect(server.address)
+        for frames in ([b"x"], [b"a", b"b", b"c"], [b"1", b"x" * 5000]):
+            socket.send_multipart(frames)
+        with QueryClient(server.address) as client:
+            assert client.ask(b"still there?") == b"yes"
+        socket.close(0)
+    context.term()
+
+
+def test_it_listens_on_this_machine_unless_told_otherwise() -> None:
+    with pytest.raises(ConfigError, match="trust_network"):
+        QueryServer(lambda question: b"", "tcp://0.0.0.0:0")
+    with pytest.raises(ConfigError, match="can't listen"):
+        QueryServer(lambda question: b"", "tcp://192.0.2.1:1", trust_network=True)
+
+
+def test_with_keys_only_the_allow_list_is_answered(tmp_path: Path) -> None:
+    for name in ("node", "viewer", "stranger"):
+        create_keys(tmp_path / "all", name)
+    keys = {
+        name: CurveSecurity.load(tmp_path / "all" / f"{name}.key_secret", tmp_path / "all")
+        for name in ("node", "viewer", "stranger")
+    }
+    node = keys["node"].allowing([keys["viewer"].public_key])
+    with QueryServer(lambda question: b"yes", security=node) as server:
+        with QueryClient(server.address, security=keys["viewer"]) as client:
+            assert client.ask(b"?") == b"yes"
+        with QueryClient(server.address, security=keys["stranger"]) as client:
+            with pytest.raises(TransferError, match="did not answer"):
+                client.ask(b"?", timeout_s=0.3)
+        bare = server.address.partition("#")[0]
+        with pytest.raises(ConfigError, match="belong together"):
+            QueryClient(bare, security=keys["viewer"])
+        with pytest.raises(ConfigError, match="belong together"):
+            QueryClient(server.address)
+        unknown = keys["viewer"].allowing([])
+        with pytest.raises(ConfigError, match="allow-list"):
+            QueryClient(server.address, security=unknown)
+
+
+# -- the command ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def served(world: World) -> Iterator[str]:
+    prefill, decode = engines(world)
+    serve(world, prefill, decode, 1)
+    status = encode_status(status_of(prefill))
+    with QueryServer(lambda question: status) as server:
+        yield server.address.removeprefix("tcp://")
+
+
+def test_once_prints_one_frame(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main([served, "--once"]) == 0
+    assert "healthy" in capsys.readouterr().out
+
+
+def test_json_is_the_status(served: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main([served, "--once", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["health"]["num_live"] == 0
+
+
+def test_a_node_that_does_not_answer_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["127.0.0.1:9", "--once", "--timeout", "0.05"]) == 1
+    assert "did not answer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_terminal", [True, False])
+def test_the_live_view_runs_until_it_is_interrupted(served: str, has_terminal: bool) -> None:
+    command = [sys.executable, "-m", "pdkv", "top", served, "--interval", "0.05"]
+    environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm"}
+    here, there = pty.openpty() if has_terminal else os.pipe()
+    process = subprocess.Popen(command, stdout=there, env=environment)
+    os.close(there)
+    seen = b""
+    while seen.count(b"healthy") < 2:
+        seen += os.read(here, 4096)
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    while process.poll() is None:
+        with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
+            os.read(here, 4096)
+    os.close(here)
+    assert process.returncode == 0
