@@ -15,7 +15,7 @@ import test_endpoint as plain
 import test_observe as pure
 from pdkv.endpoint import Succeeded
 from pdkv.limits import Limits
-from pdkv.observe import METRICS, Phase, Recorder
+from pdkv.observe import METRICS, Phase, Recorder, Slice
 from pdkv.observe.exporters.logs import JsonFormatter, RequestLog
 from pdkv.observe.exporters.pump import Pump
 from pdkv.plan import Tag
@@ -218,7 +218,7 @@ class TestSpans:
     def test_both_sides_of_a_request_are_one_trace(self) -> None:
         recorder = Recorder()
         prefill, decode = pure.succeeded(recorder), pure.succeeded(recorder, role="decode")
-        prefill.note(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 2), 4096, 7)
+        prefill.note(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 2), 4096, 7))
         spans = self.spans(prefill, decode)
         assert len({span.context.trace_id for span in spans}) == 1
         (wire,) = [span for span in spans if span.name == "wire"]

@@ -16,6 +16,7 @@ from pdkv.observe import (
     RankName,
     Recorder,
     Registry,
+    Slice,
     TransferStats,
     attribute,
     decode_trace,
@@ -167,7 +168,7 @@ def test_all_that_is_kept_is_bounded_and_what_is_dropped_is_counted() -> None:
         recorder.note(1000 + ref, Phase.PREALLOC, 0.0, 1.0)
         timeline = succeeded(recorder, ref=ref)
         for _ in range(5):
-            timeline.note(Phase.WIRE, 1.0, 2.0)
+            timeline.note(Slice(Phase.WIRE, 1.0, 2.0))
         assert (len(timeline.slices), timeline.num_dropped) == (2, 3)
         recorder.finish(timeline)
     assert [timeline.ref for timeline in recorder.finished()] == [597, 598, 599]
@@ -182,8 +183,8 @@ def test_all_that_is_kept_is_bounded_and_what_is_dropped_is_counted() -> None:
 def test_a_trace_has_a_process_per_rank_and_rows_per_request() -> None:
     recorder = Recorder()
     timeline = succeeded(recorder)
-    timeline.note(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 0), 4096, 7)
-    timeline.note(Phase.WIRE, 10.01, 10.03, 2, Tag(3, 0, 1), 100, 1, is_staged=True)
+    timeline.note(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 0), 4096, 7))
+    timeline.note(Slice(Phase.WIRE, 10.01, 10.03, 2, Tag(3, 0, 1), 100, 1, is_staged=True))
     events = trace_events([timeline, succeeded(recorder, ref=5)], rank=RANK, now=11.0)
     assert events[0]["args"]["name"] == "rank 3 of 69696969 here"
     assert {event["pid"] for event in events} == {7}

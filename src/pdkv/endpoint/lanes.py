@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from pdkv.endpoint.peers import Peer
 from pdkv.interfaces import ReadyEvent
-from pdkv.observe import Phase
+from pdkv.observe import Phase, Slice
 from pdkv.plan import Runs, Tag
 from pdkv.protocol import StageGrant
 
@@ -34,7 +34,12 @@ class Write:
     parts: deque[Runs] | None = None
     rider: Write | None = None
     num_in_flight: int = 0
+    plan_from: float = 0.0
+    plan_to: float = 0.0
     gather_from: float = 0.0
+    gather_to: float = 0.0
+    post_from: float = 0.0
+    post_to: float = 0.0
     tried_at: float = 0.0
     posted_at: float = 0.0
     nbytes: int = 0
@@ -48,21 +53,42 @@ class Write:
         self.quiet = self.quiet and quiet
         self.parts = deque()
 
-    def note(self, phase: Phase, start: float, end: float) -> None:
-        """A slice of this tag's time, where somebody watches its request."""
-        timeline, on_wire = self.owner.timeline, phase is Phase.WIRE
+    def note_part(self, start: float, end: float) -> None:
+        """A part was posted: the first one is told with the tag, further ones by themselves."""
+        timeline = self.owner.timeline
+        if not self.post_to:
+            self.post_from, self.post_to = start, end
+        elif timeline is not None:
+            where, staged = (self.peer.rank_id, self.tag), self.grant is not None
+            timeline.note(Slice(Phase.POST, start, end, *where, is_staged=staged))
+
+    def note_end(self, now: float) -> None:
+        """For who watches the request: the fields of `WriteTimes`."""
+        timeline = self.owner.timeline
         if timeline is not None:
-            timeline.note(
-                phase,
-                start,
-                end,
-                self.peer.rank_id,
-                self.tag,
-                self.nbytes if on_wire else 0,
-                self.num_descriptors if on_wire else 0,
-                self.grant is not None,
-                self.error if on_wire else "",
+            timeline.note_write(
+                (
+                    self.peer.rank_id,
+                    self.tag,
+                    self.grant is not None,
+                    self.plan_from,
+                    self.plan_to,
+                    self.gather_from,
+                    self.gather_to,
+                    self.post_from,
+                    self.post_to,
+                    self.tried_at,
+                    now if self.posted_at else 0.0,
+                    self.nbytes,
+                    self.num_descriptors,
+                    self.error,
+                )
             )
+
+    @property
+    def is_gathering(self) -> bool:
+        """On its way into a buffer."""
+        return self.gather_from > 0.0 and not self.gather_to
 
     @property
     def tags(self) -> list[Tag]:

@@ -52,6 +52,7 @@ class Observing:
             if owner.timeline is not None:
                 timeline = copy.copy(owner.timeline)
                 timeline.slices = list(timeline.slices)
+                timeline.writes = list(timeline.writes)
                 timeline.notes = self.recorder.notes_of(timeline.ref)
                 timeline.stats = copy.copy(timeline.stats)
                 _describe(timeline, owner, engine)

@@ -20,7 +20,7 @@ from pdkv.endpoint.records import LocalRank, Receiving, Sending
 from pdkv.errors import ConfigError
 from pdkv.interfaces import CopyKernels, ReadyEvent
 from pdkv.layout import MemoryRegion, PoolLayout
-from pdkv.observe import Phase
+from pdkv.observe import Phase, Slice
 from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
 from pdkv.pool.staging import SendBuffers, StagingPool
 from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo
@@ -302,9 +302,8 @@ class Staging:
 def _note_scatter(owner: Receiving, tag: Tag, began: float, ended: float, error: str) -> None:
     owner.stats.scatter_s += ended - began
     if owner.timeline is not None:
-        owner.timeline.note(
-            Phase.SCATTER, began, ended, tag.writer, tag, is_staged=True, error=error
-        )
+        where = (tag.writer, tag)
+        owner.timeline.note(Slice(Phase.SCATTER, began, ended, *where, is_staged=True, error=error))
 
 
 def _offered(hello: Hello | None) -> int:

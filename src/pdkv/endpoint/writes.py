@@ -17,7 +17,6 @@ from pdkv.endpoint.parts import split_runs
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
 from pdkv.interfaces import ReadyEvent, TransferBackend
-from pdkv.observe import Phase
 from pdkv.plan import Runs, Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Notification, Sent, StageGrant, encode_notifications
@@ -94,7 +93,7 @@ class Writes:
         return found
 
     def _wait_of(self, write: Write) -> str:
-        if write.gather_from:
+        if write.is_gathering:
             return "gather"
         if write.ready and write.parts is None:
             try:
@@ -142,17 +141,15 @@ class Writes:
             except Exception as error:  # nothing of this tag was moved
                 write.fail(f"ready event: {error}", quiet=True)
             write.ready = ()
-            if write.gather_from:
+            if write.is_gathering:
                 self._end_gather(write)
             return write
         return None
 
     def _end_gather(self, write: Write) -> None:
         """What was gathered may go; no ready event is left to wait for."""
-        now, began = self._clock(), write.gather_from
-        write.gather_from = 0.0
-        write.owner.stats.gather_s += now - began
-        write.note(Phase.GATHER, began, now)
+        write.gather_to = self._clock()
+        write.owner.stats.gather_s += write.gather_to - write.gather_from
 
     def _lacks_buffer(self, write: Write) -> bool:
         """A staged tag that can't be gathered yet."""
@@ -200,7 +197,7 @@ class Writes:
         write.posted_at = write.posted_at or posting
         posted = self._clock()
         write.owner.stats.post_s += posted - posting
-        write.note(Phase.POST, posting, posted)
+        write.note_part(posting, posted)
         self._count(write, runs)
         self._in_flight[transfer_id] = write
         write.num_in_flight += 1
@@ -242,9 +239,8 @@ class Writes:
             write.fail(str(error), quiet=True)
         except Exception as error:  # a fault of this library; nothing was moved
             write.fail(f"{type(error).__name__}: {error}", quiet=True)
-        planned = write.gather_from or self._clock()
-        write.owner.stats.plan_s += planned - started
-        write.note(Phase.PLAN, started, planned)
+        write.plan_from, write.plan_to = started, write.gather_from or self._clock()
+        write.owner.stats.plan_s += write.plan_to - started
 
     def _take_rider(self, lane: Lane, write: Write) -> None:
         """Where the aux row of the same request is next, and ready, and there is room in the last
@@ -331,9 +327,9 @@ class Writes:
         stats = write.owner.stats
         if write.posted_at:
             stats.wire_s += now - write.tried_at
-            write.note(Phase.WIRE, write.tried_at, now)
             stats.first_tag_at = stats.first_tag_at or now
             stats.last_tag_at = now
+        write.note_end(now)
         self._return_buffer(write)
         for tag in write.tags:
             event = WriteEnded(write.peer.rank_id, tag, write.error, write.quiet)

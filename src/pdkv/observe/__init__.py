@@ -16,7 +16,7 @@ from pdkv.observe.health import (
 from pdkv.observe.metrics import METRICS, Metric, Registry, Sample, quantile
 from pdkv.observe.phases import DEPTH, PHASES_OF, Phase
 from pdkv.observe.recorder import Feed, Recorder
-from pdkv.observe.timeline import RequestTimeline, Role, Slice, TransferStats
+from pdkv.observe.timeline import RequestTimeline, Role, Slice, TransferStats, WriteTimes
 from pdkv.observe.trace import RankName, decode_trace, encode_trace, trace_events
 from pdkv.observe.waiting import WAITS, Place, QuarantinedRequest, WaitingRequest
 
@@ -44,6 +44,7 @@ __all__ = [
     "Status",
     "TransferStats",
     "WaitingRequest",
+    "WriteTimes",
     "attribute",
     "decode_status",
     "decode_trace",

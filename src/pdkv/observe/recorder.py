@@ -84,9 +84,7 @@ class Recorder:
         self, role: Role, rank_id: int, ref: Identity | int, stats: TransferStats
     ) -> RequestTimeline:
         """The timeline of a request that the node has just taken."""
-        return RequestTimeline(
-            role=role, rank_id=rank_id, ref=ref, stats=stats, max_slices=self._max_slices
-        )
+        return RequestTimeline(role, rank_id, ref, stats, self._max_slices)
 
     def note(self, ref: Identity | int, phase: Phase, start: float, end: float) -> None:
         """A phase that the node can't see, such as the wait for memory in a queue.
@@ -100,7 +98,8 @@ class Recorder:
 
     def finish(self, timeline: RequestTimeline) -> None:
         """The request is over and released."""
-        timeline.notes = tuple(self._notes.pop(timeline.ref, ()))
+        if self._notes:
+            timeline.notes = tuple(self._notes.pop(timeline.ref, ()))
         self._finished.append(timeline)
         self._unfolded.append(timeline)
         for feed in self._feeds:
@@ -128,11 +127,15 @@ class Recorder:
             self.registry.set("pdkv_export_dropped_total", feed.num_dropped, feed.name)
 
     def _fold_outcomes(self, role: str, timelines: list[RequestTimeline]) -> None:
-        for timeline in timelines:
-            outcome = "success"
-            if timeline.poll == "Failed":
-                outcome = "recompute" if timeline.is_recompute else "failed"
-            self.registry.add("pdkv_requests_total", 1, role, outcome)
+        failed = [timeline for timeline in timelines if timeline.poll == "Failed"]
+        num_recompute = sum(timeline.is_recompute for timeline in failed)
+        for outcome, num in (
+            ("success", len(timelines) - len(failed)),
+            ("failed", len(failed) - num_recompute),
+            ("recompute", num_recompute),
+        ):
+            if num:
+                self.registry.add("pdkv_requests_total", num, role, outcome)
 
     def _fold_times(self, role: str, timelines: list[RequestTimeline]) -> None:
         if not timelines:

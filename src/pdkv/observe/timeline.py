@@ -6,7 +6,7 @@ metrics. Layer 2.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -14,7 +14,7 @@ from pdkv.observe.phases import Phase
 from pdkv.plan import Tag
 from pdkv.protocol import Identity
 
-__all__ = ["RequestTimeline", "Role", "Slice", "TransferStats"]
+__all__ = ["RequestTimeline", "Role", "Slice", "TransferStats", "WriteTimes"]
 
 Role = Literal["decode", "prefill"]
 
@@ -68,76 +68,100 @@ class Slice(NamedTuple):
     error: str = ""
 
 
-class RequestTimeline:
-    """One request on one rank. `slices` keeps the first `max_slices` that were noted.
+class WriteTimes(NamedTuple):
+    """One tag on its way to one reader, noted once, when it is over; 0 for what it did not do.
 
-    `poll`, `cause` and `num_tokens` are as of its end, or of the look at a live one.
+    Written as a plain tuple where the node runs. A tag in several parts has the further ones as
+    slices of their own.
     """
 
-    __slots__ = (
-        "cause",
-        "engine",
-        "identity",
-        "is_recompute",
-        "max_slices",
-        "notes",
-        "num_dropped",
-        "num_tokens",
-        "poll",
-        "rank_id",
-        "ref",
-        "role",
-        "slices",
-        "stats",
-    )
+    peer: int
+    tag: Tag
+    is_staged: bool
+    plan_from: float
+    plan_to: float
+    gather_from: float
+    gather_to: float
+    post_from: float
+    post_to: float
+    wire_from: float
+    wire_to: float
+    nbytes: int
+    num_descriptors: int
+    error: str
+
+    def slices(self) -> list[Slice]:
+        """The phases that it went through."""
+        where = (self.peer, self.tag)
+        found = [
+            Slice(phase, start, end, *where, 0, 0, self.is_staged)
+            for phase, start, end in (
+                (Phase.PLAN, self.plan_from, self.plan_to),
+                (Phase.GATHER, self.gather_from, self.gather_to),
+                (Phase.POST, self.post_from, self.post_to),
+            )
+            if end
+        ]
+        if self.wire_to:
+            times = (self.wire_from, self.wire_to)
+            wire = Slice(Phase.WIRE, *times, *where, self.nbytes, self.num_descriptors)
+            found.append(wire._replace(is_staged=self.is_staged, error=self.error))
+        return found
+
+
+class RequestTimeline:
+    """One request on one rank. `slices` and `writes` keep the first `max_slices` that were noted.
+
+    `poll`, `cause` and `num_tokens` are as of its end, or of the look at a live one. `notes` come
+    from others than the node: the queues.
+    """
+
+    # Most requests change few of these, and each of them is made where the node runs.
+    identity: Identity | None = None
+    engine = b""
+    poll = "Bootstrapping"
+    cause = ""
+    is_recompute = False
+    num_tokens = 0
+    num_dropped = 0
+    notes: tuple[Slice, ...] = ()
 
     def __init__(
         self,
-        *,
         role: Role,
         rank_id: int,
         ref: Identity | int,
         stats: TransferStats,
-        max_slices: int,
+        max_slices: int = 256,
     ) -> None:
         self.role: Role = role
         self.rank_id = rank_id
         self.ref = ref
-        self.identity = ref if isinstance(ref, Identity) else None
-        self.engine = b""
         self.stats = stats
-        self.poll = "Bootstrapping"
-        self.cause = ""
-        self.is_recompute = False
-        self.num_tokens = 0
-        self.slices: list[Slice] = []
-        self.notes: tuple[Slice, ...] = ()  # by others than the node: the queues
         self.max_slices = max_slices
-        self.num_dropped = 0
+        self.slices: list[Slice] = []
+        self.writes: list[tuple[Any, ...]] = []
 
-    def note(
-        self,
-        phase: Phase,
-        start: float,
-        end: float,
-        peer: int = -1,
-        tag: Tag | None = None,
-        nbytes: int = 0,
-        num_descriptors: int = 0,
-        is_staged: bool = False,
-        error: str = "",
-    ) -> None:
+    def note(self, slice_: Slice) -> None:
         """Add a slice, if there is room."""
         if len(self.slices) < self.max_slices:
-            self.slices.append(
-                Slice(phase, start, end, peer, tag, nbytes, num_descriptors, is_staged, error)
-            )
+            self.slices.append(slice_)
+        else:
+            self.num_dropped += 1
+
+    def note_write(self, times: tuple[Any, ...]) -> None:
+        """Add a tag, if there is room: the fields of `WriteTimes`, in their order."""
+        if len(self.writes) < self.max_slices:
+            self.writes.append(times)
         else:
             self.num_dropped += 1
 
     def all_slices(self) -> list[Slice]:
         """What was noted, and the phases of the request as a whole, by start."""
-        return sorted([*self.notes, *self._whole(), *self.slices], key=lambda s: (s.start, s.phase))
+        found = [*self.notes, *self._whole(), *self.slices]
+        for times in list(self.writes):
+            found += WriteTimes(*times).slices()
+        return sorted(found, key=lambda s: (s.start, s.phase))
 
     def seconds(self) -> tuple[float, ...]:
         """Time of a request that succeeded in each phase, in their order; over tags the sum."""
