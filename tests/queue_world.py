@@ -238,6 +238,7 @@ class DecodeSide(Side):
         size: int = 4,
         pre_alloc_size: int = 4,
         reserved_decode_tokens: int = 0,
+        staging: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(engine, num_pages, with_prefix=with_prefix)
         self.prefill_record = prefill.record
@@ -254,6 +255,8 @@ class DecodeSide(Side):
                 prefix=RadixPrefixCache(self.page_size) if with_prefix else None,
                 host=self.host_pools(pool, host_pages) if host_pages else [],
                 reserved_decode_tokens=reserved_decode_tokens,
+                staging_nbytes=staging[0],
+                staging_per_request=staging[1],
             )
             context = DecodeContext(
                 memory=memory, transport=endpoint, rank_id=rank, settings=settings

@@ -9,7 +9,7 @@ import pytest
 
 from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.layout import Component, EngineLayout, Field, KVLayout
-from pdkv.queues import DecodeRequest, PrefillRequest, QueueSettings, fold
+from pdkv.queues import DecodeRequest, PrefillRequest, QueueSettings, RequestMemory, fold
 from queue_world import AUX, DecodeSide, PrefillSide, Router, World, small_layout
 
 
@@ -366,3 +366,34 @@ def test_engines_meet_while_a_request_waits_for_memory(world: World) -> None:
     stages.on_health("")
     router.run()
     router.check_answer(request_id)
+
+
+def test_no_more_transfers_begin_than_the_staging_budget_has_room_for(world: World) -> None:
+    router = pair(world, 2, 3, staging=(2048, 1000))
+    ids = [router.send(range(n, n + 6), 3) for n in range(0, 60, 10)]
+    most = 0
+    while any(request_id not in router.decode.ended for request_id in ids):
+        router.step()
+        taken = [d.stages.context.memory.num_staging_taken for d in router.decode.drivers]
+        assert max(taken) <= 2
+        most = max(most, *taken)
+    assert most == 2
+    for request_id in ids:
+        router.check_answer(request_id)
+    router.run()
+    assert router.decode.memory.staging_taken_nbytes == 0
+    is_idle(router)
+
+
+def test_a_share_above_the_whole_staging_budget_is_refused_at_once(world: World) -> None:
+    router = pair(world, staging=(512, 1000))
+    router.send(range(5), 2)
+    router.step()
+    assert [name for name, _ in router.decode.events] == ["RequestRefused"]
+    with pytest.raises(ConfigError, match="-1 for each"):
+        RequestMemory(
+            pages=router.decode.memory.pages,
+            aux=router.decode.memory.aux,
+            staging_nbytes=512,
+            staging_per_request=-1,
+        )

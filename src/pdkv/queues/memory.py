@@ -50,6 +50,7 @@ class Holding:
         self.slot = -1
         self.num_reserved = 0
         self.aux_index = -1
+        self.staging_nbytes = 0
         self.own_ids: tuple[_Ids, ...] = ()
         self.exposed: _Ids | None = None  # pages that peers were told
         self.is_over = False
@@ -68,6 +69,10 @@ class RequestMemory:
     request takes `own_per_request`. `host`: a pool of host copies for the pages and one for each
     of `own`, or nothing where the engine has none. `sends_prefix`: peers are sent what the prefix
     cache has (prefill), so that it stays locked as long as own pages stay out of use.
+
+    `staging_nbytes`: a budget, of which each transfer takes `staging_per_request` until it is
+    Released; 0: staging bounds nobody. No request depends on it, since a tag without a region goes
+    direct in the end; it keeps more transfers from beginning than the regions can serve.
     """
 
     def __init__(
@@ -81,15 +86,24 @@ class RequestMemory:
         prefix: PrefixCache | None = None,
         host: Sequence[HostCopies] = (),
         reserved_decode_tokens: int = 0,
+        staging_nbytes: int = 0,
+        staging_per_request: int = 0,
         sends_prefix: bool = False,
     ) -> None:
         if len(own) != len(own_per_request) or (host and len(host) != 1 + len(own)):
             raise ConfigError("one number and one host pool for each component with own ids")
+        if staging_nbytes < 0 or staging_per_request < 0:
+            raise ConfigError(
+                f"staging of {staging_nbytes} bytes, {staging_per_request} for each request"
+            )
         self.pages, self.slots, self.aux, self.own = pages, slots, aux, tuple(own)
         self.own_per_request = tuple(own_per_request)
         self.prefix = prefix
         self.host = tuple(host)
         self.reserved_decode_tokens = reserved_decode_tokens
+        self.staging_nbytes = staging_nbytes
+        self.staging_per_request = staging_per_request if staging_nbytes else 0
+        self.num_staging_taken = 0  # requests that hold their share of it
         self._sends_prefix = sends_prefix
         self.num_draining_pages = 0  # of requests that ended well before their peers were quiet
         self.num_draining_aux = 0
@@ -104,6 +118,7 @@ class RequestMemory:
             request_slots=self.slots.pre_alloc_size if self.slots else 0,
             aux_slots=self.aux.num_rows,
             own_ids=tuple(pool.capacity for pool in self.own),
+            staging_nbytes=self.staging_nbytes,
         )
 
     def free(self) -> Resources:
@@ -114,7 +129,13 @@ class RequestMemory:
             request_slots=self.slots.available if self.slots else 0,
             aux_slots=self.aux.available,
             own_ids=tuple(pool.available for pool in self.own),
+            staging_nbytes=self.staging_nbytes - self.staging_taken_nbytes,
         )
+
+    @property
+    def staging_taken_nbytes(self) -> int:
+        """Of the staging budget, what transfers hold."""
+        return self.num_staging_taken * self.staging_per_request
 
     def worst(self, max_tokens: int) -> Resources:
         """What a request of so many tokens may come to need in all."""
@@ -123,6 +144,7 @@ class RequestMemory:
             request_slots=int(self.slots is not None),
             aux_slots=1,
             own_ids=self.own_per_request,
+            staging_nbytes=self.staging_per_request,
         )
 
     # A request's life.
@@ -154,6 +176,7 @@ class RequestMemory:
             request_slots=int(self.slots is not None),
             aux_slots=int(with_aux),
             own_ids=self.own_per_request,
+            staging_nbytes=self.staging_per_request if with_aux else 0,
         )
         if demand.shortage(self.free()) is not None:
             if self.prefix is not None and match is not _NO_MATCH:
@@ -169,6 +192,8 @@ class RequestMemory:
             holding.num_reserved = growth
         if with_aux:
             holding.aux_index = _there(self.aux.alloc())
+            holding.staging_nbytes = demand.staging_nbytes
+            self.num_staging_taken += bool(holding.staging_nbytes)
         takes = zip(self.own, self.own_per_request, strict=True)
         holding.own_ids = tuple(_there(pool.alloc(num)) for pool, num in takes)
         return holding
@@ -190,8 +215,7 @@ class RequestMemory:
             holding.exposed = None
         if holding.aux_index >= 0:
             self.num_draining_aux -= holding.is_over
-            self.aux.free(holding.aux_index)
-            holding.aux_index = -1
+            self._end_transfer(holding)
         if holding.to_insert is not None:
             self.num_draining_pages -= len(holding.page_ids)
             self._insert(holding, *holding.to_insert)
@@ -277,6 +301,9 @@ class RequestMemory:
         assert counted == pages.capacity, "pages are in two classes"
         rows = sum(h.aux_index >= 0 for h in holdings)
         assert self.aux.available + rows + self.num_draining_aux == self.aux.num_rows, "aux rows"
+        in_transfer = sum(bool(h.staging_nbytes) for h in holdings)
+        draining = self.num_draining_aux if self.staging_per_request else 0
+        assert self.num_staging_taken == in_transfer + draining, "staging of nobody"
         for i, (pool, num) in enumerate(zip(self.own, self.own_per_request, strict=True)):
             assert pool.num_used == num * len(holdings), f"ids of state component {i}"
 
@@ -299,10 +326,16 @@ class RequestMemory:
             pool.free(ids)
         if holding.aux_index >= 0:
             if holding.exposed is None:
-                self.aux.free(holding.aux_index)
-                holding.aux_index = -1
+                self._end_transfer(holding)
             else:
                 self.num_draining_aux += 1
+
+    def _end_transfer(self, holding: Holding) -> None:
+        """What only the transfer needed."""
+        self.aux.free(holding.aux_index)
+        holding.aux_index = -1
+        self.num_staging_taken -= bool(holding.staging_nbytes)
+        holding.staging_nbytes = 0
 
     def _insert(self, holding: Holding, tokens: _Ids, extra_key: str) -> None:
         assert self.prefix is not None
