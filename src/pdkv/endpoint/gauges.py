@@ -31,7 +31,7 @@ def set_gauges(
         registry.set("pdkv_control_refused_total", count, reason)
     registry.set("pdkv_live_requests", len(requests.receivers), "decode")
     registry.set("pdkv_live_requests", len(requests.senders), "prefill")
-    registry.set("pdkv_quarantined_requests", requests.num_quarantined)
+    registry.set("pdkv_quarantined_requests", len(requests.quarantine))
     registry.set("pdkv_healthy", float(not requests.problems()))
     waits: Counter[tuple[str, str]] = Counter()
     for owner in requests.owners():

@@ -42,7 +42,7 @@ def health_of(
     return Health(
         problems=tuple(requests.problems()),
         waiting=tuple(waiting),
-        num_quarantined=requests.num_quarantined,
+        num_quarantined=len(requests.quarantine),
         refusals=tuple(links.refusals),
         counters=dict(counters),
         quarantine=tuple(_quarantined(owner, reasons, now) for owner in draining),

@@ -62,6 +62,11 @@ class Receiving:
         """What the gate knows it by."""
         return self.machine.identity
 
+    @property
+    def title(self) -> str:
+        """How a bug report names it."""
+        return f"decode, {self.machine.identity}"
+
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
@@ -115,6 +120,11 @@ class Sending:
             self.stats.computed_at = now
         elif isinstance(event, PagesAgreed):
             self.stats.allocated_at = self.stats.allocated_at or now
+
+    @property
+    def title(self) -> str:
+        """How a bug report names it."""
+        return f"prefill handle {self.handle}, {self.machine.identity or 'unbound'}"
 
     def is_free_for(self, identity: Identity) -> bool:
         """Whether this rank's handle could yet turn out to be that attempt's, and does not know."""

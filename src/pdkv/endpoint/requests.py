@@ -14,6 +14,7 @@ from pdkv.endpoint.events import Change
 from pdkv.endpoint.links import DECODE_PREFIX, Links
 from pdkv.endpoint.observing import Observing
 from pdkv.endpoint.peers import Peer, PeerState
+from pdkv.endpoint.quarantine import Quarantine
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.rooms import Rooms
 from pdkv.endpoint.staging import Staging
@@ -72,8 +73,7 @@ class Requests:
         self.changes: deque[Change] = deque()
         self.receivers: dict[Identity, Receiving] = {}
         self.senders: dict[int, Sending] = {}
-        # Kept as it changes: whether a request may be admitted is asked at each of them.
-        self._draining: dict[Identity | int, bytes] = {}
+        self.quarantine = Quarantine(limits)
         # Journals of the last requests that failed, for a bug report.
         self.failed: deque[tuple[str, Journal]] = deque(maxlen=_MAX_FAILED_JOURNALS)
         self.inbox: deque[tuple[Receiving | Sending, Event]] = deque()
@@ -115,9 +115,9 @@ class Requests:
         if change is not None:
             self.changes.append(change)
             if machine.memory is Memory.DRAINING:
-                self._draining[owner.ref] = self.engine_of(owner)
+                self.quarantine.add(owner.ref, self.engine_of(owner))
             else:
-                self._draining.pop(owner.ref, None)
+                self.quarantine.drop(owner.ref)
             if self.staging is not None and machine.poll.is_terminal:
                 self.staging.drop(owner)
 
@@ -230,24 +230,11 @@ class Requests:
         problems = self.problems()
         return f"node is unhealthy: {'; '.join(problems)}" if problems else ""
 
-    @property
-    def num_quarantined(self) -> int:
-        """Requests that are over and whose memory some possible writer may still touch."""
-        return len(self._draining)
-
     def problems(self) -> list[str]:
         """Why nothing may be admitted; empty when healthy."""
-        limits = self._limits
-        num_quarantined = self.num_quarantined
-        problems = []
-        if num_quarantined > limits.max_quarantined_requests:
-            problems.append(f"{num_quarantined} requests in quarantine")
-        per_peer = Counter(self._draining.values())
-        for engine, count in per_peer.items():
-            if count > limits.max_quarantined_requests_per_peer:
-                problems.append(f"{count} requests in quarantine for {engine.hex()[:8]}")
-        if len(self.receivers) + len(self.senders) >= limits.max_live_requests:
-            problems.append(f"{limits.max_live_requests} live requests")
+        problems = list(self.quarantine.problems())
+        if len(self.receivers) + len(self.senders) >= self._limits.max_live_requests:
+            problems.append(f"{self._limits.max_live_requests} live requests")
         return problems
 
     # -- commands of the prefill side ---------------------------------------------------------
@@ -322,8 +309,8 @@ class Requests:
             if self.observing is not None:
                 self.observing.end(owner, self.engine_of(owner))
         if owner is not None and owner.machine.poll is KVPoll.Failed:
-            self.failed.append((_name(owner), owner.machine.journal))
-        self._draining.pop(ref, None)
+            self.failed.append((owner.title, owner.machine.journal))
+        self.quarantine.drop(ref)
         if isinstance(ref, int):
             sending = self.senders.pop(ref, None)
             if sending is None:
@@ -394,7 +381,7 @@ class Requests:
 
     def journals(self) -> list[tuple[str, Journal]]:
         """Of the last failures and of what is live, by a name for a reader; copies."""
-        live = [(_name(owner), owner.machine.journal.copy()) for owner in self.owners()]
+        live = [(owner.title, owner.machine.journal.copy()) for owner in self.owners()]
         return [*self.failed, *live]
 
     def of_peer(self, peer: Peer) -> list[Receiving | Sending]:
@@ -409,10 +396,3 @@ class Requests:
     def owners(self) -> list[Receiving | Sending]:
         """Every live request of both roles."""
         return [*self.receivers.values(), *self.senders.values()]
-
-
-def _name(owner: Receiving | Sending) -> str:
-    """How a bug report names a request."""
-    if isinstance(owner, Receiving):
-        return f"decode, {owner.machine.identity}"
-    return f"prefill handle {owner.handle}, {owner.machine.identity or 'unbound'}"
