@@ -110,6 +110,11 @@ class Requests:
             fields = identity_fields(machine.identity)
             _log.exception("request failed inside pdkv\n%s", machine.story(), extra=fields)
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
+        self._follow(owner, now)
+
+    def _follow(self, owner: Receiving | Sending, now: float) -> None:
+        """Where a machine stands now: its next deadline, its memory, and news for the gate."""
+        machine = owner.machine
         self._alarms.set(owner, machine.due_at)
         change = owner.news(now)
         if change is not None:
@@ -247,7 +252,7 @@ class Requests:
         self.senders[handle] = owner
         self.rooms.open(owner, now)
         self.run(now)
-        self._feed(owner, Tick(), now)
+        self._follow(owner, now)
 
     def bind(self, handle: int, identity: Identity, has_pages: bool, now: float) -> None:
         """The group agreed whom this handle serves, and perhaps on all its TransferInfos."""

@@ -24,6 +24,7 @@ class Readers:
         self.staged: dict[int, frozenset[Tag]] = {}
         self.pairing: Pairing | None = None
         self._rank_id = rank_id
+        self._num_expected = 0  # readers by the pairing
         self._num_tokens = num_tokens
 
     def clear(self) -> None:
@@ -48,7 +49,7 @@ class Readers:
         return self._are_all(self.infos)
 
     def _are_all(self, peers: Collection[int]) -> bool:
-        return self.pairing is not None and len(peers) >= self.pairing.num_readers(self._rank_id)
+        return 0 < self._num_expected <= len(peers)
 
     def without_word(self) -> list[int]:
         """Readers that have not asked."""
@@ -87,15 +88,16 @@ class Readers:
         else:
             self.announces[peer] = asking
         self.pairing = pairing
-        return self._problem(asking, pairing)
+        self._num_expected = pairing.num_readers(self._rank_id)
+        return self._problem(asking)
 
-    def _problem(self, asking: Asking, pairing: Pairing) -> str:
+    def _problem(self, asking: Asking) -> str:
         if asking.num_tokens != self._num_tokens:
             return f"num_tokens differ: prefill {self._num_tokens}, decode {asking.num_tokens}"
         prefixes = {info.decode_prefix_len for info in self.infos.values()}
         if len(prefixes) > 1:
             return f"decode ranks differ in decode_prefix_len: {sorted(prefixes)}"
-        expected = pairing.num_readers(self._rank_id)
+        expected = self._num_expected
         if asking.num_readers != expected:
             return f"num_readers differ: prefill {expected}, decode {asking.num_readers}"
         return ""
