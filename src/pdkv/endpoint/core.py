@@ -176,7 +176,7 @@ class NodeCore:
     def _end_what_is_fenced(self) -> None:
         """Writes that ended in an error are over where the backend can prove it."""
         for owner in self.requests.senders.values():
-            engine = self.requests.engine_of(owner)
+            engine = owner.engine
             for rank_id in owner.machine.unsettled:
                 peer = self.links.get((engine, rank_id))
                 if peer is not None and self._backend.fence(peer.backend_key):
@@ -215,7 +215,7 @@ class NodeCore:
             wait = machine.wait
             ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
             word = Waiting(machine.identity, int(machine.poll), int(wait), ranks)
-            engine = self.requests.engine_of(owner)
+            engine = owner.engine
             for rank_id in self.requests.peer_ranks(owner):
                 words[engine, rank_id].append(word)
         return words
@@ -244,7 +244,7 @@ class NodeCore:
         requests = self.requests
         if requests.observing is None:
             return []
-        return requests.observing.live((o, requests.engine_of(o)) for o in requests.owners())
+        return requests.observing.live((o, o.engine) for o in requests.owners())
 
     def health(self, now: float, max_waiting: int | None = None) -> Health:
         """A snapshot for an operator."""

@@ -49,7 +49,7 @@ class Reasons:
 
     def engine_of(self, owner: Receiving | Sending) -> bytes:
         """The incarnation on the other side; empty before there is one."""
-        return self._requests.engine_of(owner)
+        return owner.engine
 
     def of(self, owner: Receiving | Sending) -> Reason:
         """What this request waits for."""
@@ -139,7 +139,7 @@ class Reasons:
 
     def _rank(self, owner: Receiving | Sending, rank_id: int) -> str:
         """A rank, and what is known of it beyond that it lives."""
-        peer = self._links.get((self.engine_of(owner), rank_id))
+        peer = self._links.get((owner.engine, rank_id))
         said = owner.words.get(rank_id) if owner.words else None
         notes = []
         if peer is None:

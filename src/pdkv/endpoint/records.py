@@ -122,6 +122,12 @@ class Sending:
             self.stats.allocated_at = self.stats.allocated_at or now
 
     @property
+    def engine(self) -> bytes:
+        """The life of the decode engine that it serves; nothing before one has asked."""
+        identity = self.machine.identity
+        return identity.incarnation if identity is not None else b""
+
+    @property
     def title(self) -> str:
         """How a bug report names it."""
         return f"prefill handle {self.handle}, {self.machine.identity or 'unbound'}"

@@ -120,7 +120,7 @@ class Requests:
         if change is not None:
             self.changes.append(change)
             if machine.memory is Memory.DRAINING:
-                self.quarantine.add(owner.ref, self.engine_of(owner))
+                self.quarantine.add(owner.ref, owner.engine)
             else:
                 self.quarantine.drop(owner.ref)
             if self.staging is not None and machine.poll.is_terminal:
@@ -129,7 +129,7 @@ class Requests:
     def _carry_out(self, owner: Receiving | Sending, action: Action, now: float) -> None:
         match action:
             case SendToPeer(rank_id, message):
-                peer = self._links.get((self.engine_of(owner), rank_id))
+                peer = self._links.get((owner.engine, rank_id))
                 if peer is not None:
                     self._links.send(peer, message, now)
             case PostTag():
@@ -149,19 +149,12 @@ class Requests:
                     self.inbox.append((owner, event))
 
     def _post(self, owner: Sending, post: PostTag) -> None:
-        peer = self._links.get((self.engine_of(owner), post.peer))
+        peer = self._links.get((owner.engine, post.peer))
         if peer is None or peer.route is None:
             problem = f"no route to decode rank {post.peer}"
             self.inbox.append((owner, WriteEnded(post.peer, post.tag, problem)))
         else:
             self._writes.queue(owner, peer, post.tag, post.ready, post.grant)
-
-    @staticmethod
-    def engine_of(owner: Receiving | Sending) -> bytes:
-        if isinstance(owner, Receiving):
-            return owner.engine
-        identity = owner.machine.identity
-        return identity.incarnation if identity is not None else b""
 
     # -- commands of the decode side ----------------------------------------------------------
 
@@ -312,7 +305,7 @@ class Requests:
         if owner is not None:
             self._alarms.drop(owner)
             if self.observing is not None:
-                self.observing.end(owner, self.engine_of(owner))
+                self.observing.end(owner, owner.engine)
         if owner is not None and owner.machine.poll is KVPoll.Failed:
             self.failed.append((owner.title, owner.machine.journal))
         self.quarantine.drop(ref)
@@ -334,7 +327,7 @@ class Requests:
         self._links.declare_gone(incarnation)
         self.rooms.drop_early(incarnation)
         for owner in self.owners():
-            if self.engine_of(owner) == incarnation:
+            if owner.engine == incarnation:
                 for rank_id in self.peer_ranks(owner):
                     self.inbox.append((owner, PeerQuiet(rank_id)))
         self.run(now)
@@ -381,7 +374,7 @@ class Requests:
     def tell_all(self, peer: Peer, event: Event) -> None:
         """Something happened to a peer: every request that concerns it hears of it."""
         for owner in self.owners():
-            if self.engine_of(owner) == peer.key[0]:
+            if owner.engine == peer.key[0]:
                 self.inbox.append((owner, event))
 
     def journals(self) -> list[tuple[str, Journal]]:
@@ -394,7 +387,7 @@ class Requests:
         found: list[Receiving | Sending] = []
         for identity in sorted(peer.requests):
             owner = self.receivers.get(identity) or self.rooms.sender_of(identity)
-            if owner is not None and self.engine_of(owner) == peer.key[0]:
+            if owner is not None and owner.engine == peer.key[0]:
                 found.append(owner)
         return found
 
