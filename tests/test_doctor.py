@@ -13,6 +13,7 @@ import pytest
 from pdkv.cli import doctor
 from pdkv.cli.doctor import checks
 from pdkv.cli.doctor.checks import Finding
+from pdkv.errors import ConfigError
 
 DEADLINE_S = 60.0
 
@@ -26,7 +27,8 @@ def test_a_machine_without_nixl_is_told_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(checks, "_version", lambda name: "" if name == "nixl" else real(name))
     found = by_subject(checks.packages())["backend nixl"]
     assert (found.state, found.advice) == ("warn", "pip install nixl")
-    assert checks.data_plane(None, "x", 1.0) == []
+    (skipped,) = checks.data_plane(None, "x", 1.0)
+    assert (skipped.state, skipped.advice) == ("note", "pip install nixl")
 
 
 def test_a_machine_without_torch_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +67,10 @@ def test_the_efa_trap(
     if setting is not None:
         monkeypatch.setenv("UCX_MODULES", setting)
     assert checks.efa_trap() is is_trap
+    monkeypatch.setattr(checks, "_version", lambda name: "1.5")
+    (line,) = checks.second_efa()
+    assert line.state == ("fail" if is_trap else "ok" if setting else "warn")
+    assert ("UCX_MODULES=^efa" in line.advice) is (line.state != "ok")
     crashed = subprocess.Popen([sys.executable, "-c", "import os; os.kill(os.getpid(), 11)"])
     crashed.wait(DEADLINE_S)
     (found,) = checks._exit(crashed)
@@ -81,8 +87,14 @@ def test_the_efa_trap(
         (
             {"ok": True, "transport": "cma", "gbytes_per_s": 5.0, "small_us": 9.0},
             "ok",
-            "cma, 5.0 GB/s, 4 KiB in 9 us",
+            "cma, 5 GB/s, 4 KiB in 9 us",
         ),
+        (
+            {"ok": True, "transport": "", "gbytes_per_s": 0.05, "small_us": 9.0},
+            "ok",
+            "0.05 GB/s, 4 KiB in 9 us",
+        ),
+        ({"failed": "import", "text": "no NIXL"}, "fail", "no NIXL"),
     ],
 )
 def test_how_far_the_client_came_says_what_is_closed(
@@ -101,7 +113,7 @@ def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> list[Finding]:
         raise OSError("no such thing")
 
-    for name in ("network", "data_plane"):
+    for name in ("network", "data_plane", "second_efa"):
         monkeypatch.setattr(checks, name, lambda *_: [])
     monkeypatch.setattr(checks, "gpus", broken)
     assert Finding("broken", "fail", "OSError: no such thing", "report this") in [
@@ -114,11 +126,37 @@ def test_the_table_and_the_exit_status(
 ) -> None:
     bad = Finding("thing", "fail", "is broken", "mend it")
     for found, status in (([Finding("a", "ok", "b")], 0), ([bad], 1)):
-        monkeypatch.setattr(doctor, "run_all", lambda _, found=found: iter(found))
+        monkeypatch.setattr(checks, "run_all", lambda _, found=found: iter(found))
         assert doctor.main(["--seconds", "1"]) == status
     assert "FAIL  thing" in capsys.readouterr().out
     assert doctor.main(["--json"]) == 1
     assert json.loads(capsys.readouterr().out)["advice"] == "mend it"
+
+
+def test_a_machine_without_a_second_efa_has_no_line_about_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checks, "_VERBS_PROVIDERS", (tmp_path,))
+    assert checks.second_efa() == []
+
+
+def test_a_side_without_nixl_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "pdkv.cli.doctor.probe", None)
+    assert doctor.main(["--serve", "tcp://127.0.0.1:0"]) == 1
+    assert capsys.readouterr().err.startswith("error: ")
+    assert doctor.main(["--to", "tcp://127.0.0.1:9", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == "import"
+
+
+def test_the_own_address_is_the_one_that_leads_there() -> None:
+    pytest.importorskip("nixl")
+    from pdkv.cli.doctor.probe import own_address
+
+    assert own_address("tcp://127.0.0.1:7000") == "tcp://127.0.0.1:0"
+    with pytest.raises(ConfigError, match="no way leads"):
+        own_address("tcp://nowhere.invalid:7000")
 
 
 @pytest.mark.slow

@@ -14,7 +14,8 @@ from pdkv import cli
 
 def main(arguments: list[str]) -> int:
     """Run one command; its exit status."""
-    commands = sorted(m.name for m in pkgutil.iter_modules(cli.__path__))
+    names = (module.name for module in pkgutil.iter_modules(cli.__path__))
+    commands = sorted(name for name in names if not name.startswith("_"))
     if not arguments or arguments[0] not in commands:
         asked = arguments[:1]
         help_asked = asked in ([], ["-h"], ["--help"])

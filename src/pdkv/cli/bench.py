@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
+from collections.abc import Callable
 
 import msgspec
 
+from pdkv.cli._progress import Progress
+from pdkv.errors import PdkvError
 from pdkv.plan import CostModel
 from pdkv.testing.staging_pair import Setting, WriterSide
 
 __all__ = ["main", "measure"]
 
 
-def measure(setting: Setting, rounds: int) -> CostModel:
+def measure(
+    setting: Setting, rounds: int, say: Callable[[str], None] = lambda _: None
+) -> CostModel:
     """The constants of one machine, from one tag in descriptors of one run each.
 
     The large write gives the wire's speed; what a direct tag takes beyond its bytes is the
-    descriptors'; what a staged one takes beyond its three copies is the staging's own.
+    descriptors'; what a staged one takes beyond its three copies is the staging's own. `say` is
+    told what is measured.
     """
+    say("starting the process that is written to")
     with WriterSide(setting) as writer:
         tag = writer.plans.tags[0]
         estimate = writer.estimate(tag)
         nbytes = writer.staged_nbytes(tag)
+        say("the wire: one large write")
         writer.write_region(tag)
         wire_s = writer.seconds(lambda: writer.write_region(tag), rounds)
+        say("gathers")
         gather_s = writer.seconds(lambda: writer.gather(tag), rounds)
+        say("scatters")
         scatter_s = writer.scatter_seconds(rounds)
         # What both ways cost alike is neither the descriptors' nor the staging's.
         both_s = writer.seconds(writer.round_trip, rounds)
+        say("requests, written directly")
         direct_s = statistics.median(writer.write("direct") for _ in range(rounds))
+        say("requests, staged")
         staged_s = statistics.median(writer.write("staged") for _ in range(rounds))
     wire = nbytes / wire_s
     runs_s = direct_s - both_s - estimate.nbytes / wire
@@ -47,7 +60,7 @@ def measure(setting: Setting, rounds: int) -> CostModel:
 
 
 def main(arguments: list[str]) -> int:
-    """Measure and print; 0."""
+    """Measure and print; 1 where the backend is missing."""
     args = _parser().parse_args(arguments)
     setting = Setting(
         num_layers=args.layers,
@@ -60,7 +73,12 @@ def main(arguments: list[str]) -> int:
         dst_tp_size=args.dst_tp,
         backend=args.backend,
     )
-    model = measure(setting, args.rounds)
+    try:
+        with Progress() as progress:
+            model = measure(setting, args.rounds, progress.step)
+    except (ImportError, PdkvError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     if args.json:
         print(msgspec.json.encode(model).decode())
         return 0

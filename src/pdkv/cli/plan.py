@@ -10,6 +10,7 @@ import json
 import sys
 from pathlib import Path
 
+from pdkv.cli._progress import Progress
 from pdkv.errors import PdkvError
 from pdkv.layout import DTYPE_NBYTES, EngineLayout, KVLayout
 from pdkv.plan import Flow, Pairing, Picture, validate
@@ -22,19 +23,25 @@ def main(arguments: list[str]) -> int:
     """Print the plan that the arguments describe; 1 when there is none."""
     options = _parser().parse_args(arguments)
     try:
-        pairing = pairing_from(options)
-        flows = pairing.flows(options.prefix, options.tokens)
+        with Progress("pairing the ranks") as progress:
+            pairing = pairing_from(options)
+            progress.step("adding up what each pair of ranks moves")
+            flows = pairing.flows(options.prefix, options.tokens)
+            progress.step("drawing")
+            text = _text(pairing, flows, options)
     except PdkvError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(text)
+    return 0
+
+
+def _text(pairing: Pairing, flows: tuple[Flow, ...], options: argparse.Namespace) -> str:
+    """What is printed; the picture goes to its file."""
     if options.svg:
         picture = Picture(pairing, num_tokens=options.tokens, decode_prefix_len=options.prefix)
         Path(options.svg).write_text(picture.svg(), encoding="utf-8")
-    if options.json:
-        print(json.dumps(_as_json(pairing, flows), indent=2))
-    else:
-        print(table(pairing, flows))
-    return 0
+    return json.dumps(_as_json(pairing, flows), indent=2) if options.json else table(pairing, flows)
 
 
 def pairing_from(options: argparse.Namespace) -> Pairing:

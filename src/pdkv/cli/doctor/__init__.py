@@ -12,10 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import sys
 import textwrap
 from collections.abc import Iterable
 
-from pdkv.cli.doctor.checks import Finding, run_all
+from pdkv.cli._progress import Progress
+from pdkv.cli.doctor import checks
+from pdkv.cli.doctor.checks import Finding
+from pdkv.errors import PdkvError
 
 __all__ = ["main", "table"]
 
@@ -24,26 +28,57 @@ _SIGNS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
 
 def main(arguments: list[str]) -> int:
     """Look at this machine, or be one side of a transfer between two; 1 when something fails."""
+    options = _parser().parse_args(arguments)
+    if options.serve or (options.to and options.json):
+        return _probe(options)
+    with Progress() as progress:
+        if options.to:
+            progress.step(f"transfer to {options.to}")
+            where = (options.to, options.bind, options.transports)
+            return _show([checks.to_other(*where, options.seconds)], progress, as_json=False)
+        progress.step("looking at this machine")
+        return _show(checks.run_all(options.seconds), progress, as_json=options.json)
+
+
+def _show(findings: Iterable[Finding], progress: Progress, *, as_json: bool) -> int:
+    """Each as soon as it is there."""
+    has_failed = False
+    for finding in findings:
+        has_failed |= finding.state == "fail"
+        progress.step("")
+        print(json.dumps(finding._asdict()) if as_json else table([finding]), flush=True)
+        progress.step("trying transfers between two processes")
+    return 1 if has_failed else 0
+
+
+def _probe(options: argparse.Namespace) -> int:
+    """One side of a transfer."""
+    try:
+        from pdkv.cli.doctor import probe
+
+        say = probe.say_json if options.json else probe.say_words
+        if options.serve:
+            return probe.serve(options.serve, options.transports, options.seconds, say)
+        bind = options.bind or probe.own_address(options.to)
+        return probe.write(options.to, bind, options.transports, options.seconds, say)
+    except (ImportError, PdkvError) as error:
+        if options.json:
+            print(json.dumps({"failed": "import", "text": str(error)}))
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdkv doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--serve", metavar="ADDRESS", help="lend memory, for --seconds")
     parser.add_argument("--to", metavar="ADDRESS", help="write to a doctor that serves")
-    parser.add_argument("--bind", default="tcp://127.0.0.1:0", help="with --to: own address")
+    parser.add_argument("--bind", help="with --to: own address (default: the one that leads there)")
     parser.add_argument("--transports", help="UCX_TLS of the transfer, e.g. tcp")
     parser.add_argument("--seconds", type=float, default=10.0, help="how long to wait for a step")
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
-    options = parser.parse_args(arguments)
-    if options.serve or options.to:
-        from pdkv.cli.doctor import probe
-
-        if options.serve:
-            return probe.serve(options.serve, options.transports, seconds=options.seconds)
-        return probe.write(options.to, options.bind, options.transports, seconds=options.seconds)
-    found = []
-    for finding in run_all(options.seconds):
-        found.append(finding)
-        print(json.dumps(finding._asdict()) if options.json else table([finding]), flush=True)
-    return 1 if any(finding.state == "fail" for finding in found) else 0
+    return parser
 
 
 def table(findings: Iterable[Finding]) -> str:

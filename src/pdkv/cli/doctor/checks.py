@@ -25,6 +25,8 @@ __all__ = [
     "network",
     "packages",
     "run_all",
+    "second_efa",
+    "to_other",
 ]
 
 State = Literal["ok", "note", "warn", "fail"]
@@ -53,6 +55,7 @@ def run_all(seconds: float) -> Iterator[Finding]:
     """Every check, in order; one that fails by itself is a finding too."""
     checks: tuple[Callable[[], list[Finding]], ...] = (
         packages,
+        second_efa,
         network,
         gpus,
         lambda: data_plane(None, "this host, as UCX chooses", seconds),
@@ -87,6 +90,31 @@ def packages() -> list[Finding]:
             )
         )
     return found
+
+
+def second_efa() -> list[Finding]:
+    """The trap of ibverbs-providers: whether it is set, and whether it would spring."""
+    if not _version("nixl") or not _has_second_efa():
+        return []
+    subject, found = "ibverbs-providers", "brings a second libefa, with which NIXL crashes at exit"
+    if efa_trap():
+        detail = f"{found}, and UCX_MODULES={os.environ['UCX_MODULES']} lets it in"
+        advice = "set UCX_MODULES=^efa, or remove ibverbs-providers"
+        return [Finding(subject, "fail", detail, advice)]
+    if "UCX_MODULES" in os.environ:
+        detail = f"kept out by UCX_MODULES={os.environ['UCX_MODULES']}"
+        return [Finding(subject, "ok", detail)]
+    advice = (
+        "pdkv's own backend keeps it out; export UCX_MODULES=^efa where another library of the "
+        "same process makes a NIXL agent first, or remove ibverbs-providers"
+    )
+    return [Finding(subject, "warn", found, advice)]
+
+
+def _has_second_efa() -> bool:
+    """Whether the system has an EFA provider beside the one that NIXL's wheel carries."""
+    roots = [root for root in _VERBS_PROVIDERS if root.is_dir()]
+    return any(True for root in roots for _ in root.glob("**/libefa*rdmav*.so"))
 
 
 def _version(package: str) -> str:
@@ -146,15 +174,14 @@ def efa_trap() -> bool:
     excluded = os.environ["UCX_MODULES"].startswith("^") and (
         {"efa", "ib"} & set(os.environ["UCX_MODULES"][1:].split(","))
     )
-    return not excluded and any(
-        True for root in _VERBS_PROVIDERS if root.is_dir() for _ in root.glob("**/libefa*rdmav*.so")
-    )
+    return not excluded and _has_second_efa()
 
 
 def data_plane(transports: str | None, name: str, seconds: float) -> list[Finding]:
     """A transfer between two processes of this host: registration, bytes, notification, exit."""
+    subject = f"transfer, {name}"
     if not _version("nixl"):
-        return []
+        return [Finding(subject, "note", "not tried: NIXL is missing", "pip install nixl")]
     server = _child("--serve", "tcp://127.0.0.1:0", transports, 6 * seconds)
     try:
         hello = _line(server)
@@ -168,24 +195,38 @@ def data_plane(transports: str | None, name: str, seconds: float) -> list[Findin
     return [*judge(name, said, client), *_exit(client)]
 
 
+def to_other(address: str, bind: str | None, transports: str | None, seconds: float) -> Finding:
+    """A transfer to the doctor that serves at another machine."""
+    client = _child("--to", address, transports, seconds, bind)
+    said = [json.loads(line) for line in _finish(client, 6 * seconds)]
+    (found,) = judge(f"to {address}", said, client)
+    return found
+
+
 def judge(name: str, said: list[dict[str, Any]], client: subprocess.Popen[str]) -> list[Finding]:
     """What the words of a client mean: how far it came says whose fault it is."""
     subject = f"transfer, {name}"
     for words in said:
         if words.get("ok"):
-            detail = (
-                f"{words['transport'] or name}, {words['gbytes_per_s']:.1f} GB/s, "
-                f"4 KiB in {words['small_us']:.0f} us"
-            )
-            return [Finding(subject, "ok", detail)]
+            figures = [
+                words["transport"],
+                f"{words['gbytes_per_s']:.2g} GB/s",
+                f"4 KiB in {words['small_us']:.0f} us",
+            ]
+            return [Finding(subject, "ok", ", ".join(filter(None, figures)))]
+        if words.get("failed") == "import":
+            return [Finding(subject, "fail", words["text"], "pip install nixl")]
         if words.get("failed") == "control":
-            advice = "let TCP through to the port of that address"
+            advice = (
+                "is a doctor serving there (--serve)? let TCP through to the port of that address, "
+                f"and from there back to {said[0].get('address', 'this one')}"
+            )
             return [Finding(subject, "fail", f"control plane: {words['text']}", advice)]
         if words.get("failed"):
             advice = (
                 "the control plane answered: UCX's data ports are closed (a firewall?), or its "
-                "device can't be used; name one with UCX_NET_DEVICES, or fix its ports with "
-                "UCX_TCP_PORT_RANGE and open them"
+                "device can't be used; name one with UCX_NET_DEVICES on both sides, or fix its "
+                "ports with UCX_TCP_PORT_RANGE=LOW-HIGH there and open them"
             )
             return [Finding(subject, "fail", f"data plane: {words['text']}", advice)]
     return [_broken(subject.removeprefix("transfer, "), client)]
@@ -213,10 +254,12 @@ def _broken(name: str, process: subprocess.Popen[str]) -> Finding:
 
 
 def _child(
-    role: str, address: str, transports: str | None, seconds: float
+    role: str, address: str, transports: str | None, seconds: float, bind: str | None = None
 ) -> subprocess.Popen[str]:
-    words = [sys.executable, "-m", "pdkv", "doctor", role, address, "--seconds", str(seconds)]
+    words = [sys.executable, "-m", "pdkv", "doctor", role, address, "--json"]
+    words += ["--seconds", str(seconds)]
     words += ["--transports", transports] if transports else []
+    words += ["--bind", bind] if bind else []
     return subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 

@@ -7,8 +7,10 @@ Each prints one JSON object a line, so that a parent may read it. Layer 6.
 from __future__ import annotations
 
 import json
+import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -17,31 +19,57 @@ import numpy as np
 from pdkv.backends.nixl import NixlBackend
 from pdkv.control.zmq import ZmqControl
 from pdkv.endpoint.parts import split_runs
-from pdkv.errors import PdkvError
+from pdkv.errors import ConfigError, PdkvError
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
 from pdkv.testing.backend_pair import runs_of
 
-__all__ = ["serve", "write"]
+__all__ = ["own_address", "say_json", "say_words", "serve", "write"]
+
+Say = Callable[..., None]
 
 _NBYTES = 64 << 20
 _SMALL = 4096
 _NUM_SMALL = 200
 _CANARY = 0xA5
+_LONG_S = 0.25
 
 
-def _say(**words: Any) -> None:
-    """One line for whoever reads this process's output."""
+def say_json(**words: Any) -> None:
+    """One line for a program that reads this process's output."""
     print(json.dumps(words), flush=True)
 
 
-def serve(bind: str, transports: str | None, *, seconds: float) -> int:
+def say_words(**words: Any) -> None:
+    """The same for a reader; the server alone says anything of use."""
+    if "address" in words:
+        address = words["address"]
+        print(f"lends memory at {address}; on the other machine:", flush=True)
+        print(f"    python -m pdkv doctor --to {address}", flush=True)
+    elif "landed" in words:
+        print(f"a write from {words['landed']} has landed", flush=True)
+
+
+def own_address(to: str) -> str:
+    """An address of this machine that the one at `to` can answer to; nothing is sent."""
+    host = to.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))
+            here = probe.getsockname()[0]
+    except OSError as error:
+        raise ConfigError(f"no way leads to {to}: {error}") from None
+    return f"tcp://[{here}]:0" if ":" in here else f"tcp://{here}:0"
+
+
+def serve(bind: str, transports: str | None, seconds: float, say: Say) -> int:
     """Lend memory to whoever asks, for so long."""
     control = ZmqControl(bind, trust_network=True)
     memory = np.zeros(_NBYTES, np.uint8)
     backend = NixlBackend(transports=transports)
     backend.register([MemoryRegion(memory.ctypes.data, _NBYTES)])
-    _say(address=control.address)
+    say(address=control.address)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         control.wait(0.01)
@@ -49,7 +77,7 @@ def serve(bind: str, transports: str | None, *, seconds: float) -> int:
         for note in backend.notifications():
             # The last byte tells that the data did not come after its notification.
             answer = ["landed", note.decode(), int(memory[-1])]
-            _say(landed=note.decode())
+            say(landed=note.decode())
             control.send(note.decode(), msgspec.msgpack.encode(answer))
         for frame in control.receive(16):
             kind, address = msgspec.msgpack.decode(frame)
@@ -60,35 +88,35 @@ def serve(bind: str, transports: str | None, *, seconds: float) -> int:
                 control.send(address, msgspec.msgpack.encode(["memory", *metadata]))
     backend.close()
     control.close()
-    _say(done=True)
+    say(done=True)
     return 0
 
 
-def write(to: str, bind: str, transports: str | None, *, seconds: float) -> int:
+def write(to: str, bind: str, transports: str | None, seconds: float, say: Say) -> int:
     """Write into what `to` lends; says how far it came, and how fast."""
     control = ZmqControl(bind, trust_network=True)
     memory = np.full(_NBYTES, _CANARY, np.uint8)
     backend = NixlBackend(transports=transports)
     try:
         backend.register([MemoryRegion(memory.ctypes.data, _NBYTES)])
-        _say(step="control", address=control.address)
+        say(step="control", address=control.address)
         answer = _ask(control, to, ["hello", control.address], seconds)
         if answer is None:
-            _say(failed="control", text=f"{to} did not answer within {seconds:g} s")
+            say(failed="control", text=f"{to} did not answer within {seconds:g} s")
             return 1
         _, there, nbytes, metadata = answer
-        _say(step="data")
+        say(step="data")
         key = backend.connect(metadata)
-        return _measure(backend, control, key, memory, (there, nbytes), seconds)
+        return _measure(backend, control, key, memory, (there, nbytes), seconds, say)
     except PdkvError as error:
-        _say(failed="data", text=str(error))
+        say(failed="data", text=str(error))
         return 1
     finally:
         control.send(to, msgspec.msgpack.encode(["bye", ""]))
         control.wait(0.05)
         control.close()
         backend.close()
-        _say(done=True)
+        say(done=True)
 
 
 def _measure(
@@ -98,35 +126,51 @@ def _measure(
     memory: np.ndarray[Any, np.dtype[np.uint8]],
     there: tuple[int, int],
     seconds: float,
+    say: Say,
 ) -> int:
-    began = time.monotonic()
-    runs = runs_of([(memory.ctypes.data, *there)])
-    error = _transfer(backend, key, runs, control.address.encode(), seconds)
+    """Whether anything gets there, and then how fast."""
+    address, nbytes = there
+    began, tail = time.monotonic(), nbytes - _SMALL
+    small = runs_of([(memory.ctypes.data, address + tail, _SMALL)])
+    error = _transfer(backend, key, small, control.address.encode(), seconds)
     if error:
-        _say(failed="data", text=error)
+        say(failed="data", text=error)
         return 1
     answer = _ask(control, "", None, seconds)
     if answer is None or answer[0] != "landed" or answer[2] != _CANARY:
-        _say(failed="data", text="the write completed, and its notification told of nothing")
+        say(failed="data", text="the write completed, and its notification told of nothing")
         return 1
     first_s = time.monotonic() - began
-    began = time.monotonic()
-    _transfer(backend, key, runs, b"", seconds)
-    large_s = time.monotonic() - began
-    times = []
-    small = runs_of([(memory.ctypes.data, there[0], _SMALL)])
-    for _ in range(_NUM_SMALL):
+    speed = _speed(backend, key, (memory.ctypes.data, *there), seconds)
+    times: list[float] = []
+    until = time.monotonic() + seconds
+    while len(times) < _NUM_SMALL and time.monotonic() < until:
         began = time.monotonic()
         _transfer(backend, key, small, b"", seconds)
         times.append(time.monotonic() - began)
-    _say(
+    say(
         ok=True,
         transport=backend.transport(key),
         first_s=first_s,
-        gbytes_per_s=there[1] / large_s / 1e9,
+        gbytes_per_s=speed / 1e9,
         small_us=sorted(times)[len(times) // 2] * 1e6,
     )
     return 0
+
+
+def _speed(backend: NixlBackend, key: str, run: tuple[int, int, int], seconds: float) -> float:
+    """Bytes a second of the largest write that a slow way takes in a moment."""
+    speed = 0.0
+    for share in (64, 8, 1):
+        nbytes = run[2] // share
+        began = time.monotonic()
+        if _transfer(backend, key, runs_of([(*run[:2], nbytes)]), b"", seconds):
+            break
+        elapsed = time.monotonic() - began
+        speed = nbytes / elapsed
+        if elapsed > _LONG_S:
+            break
+    return speed
 
 
 def _transfer(backend: NixlBackend, key: str, runs: Runs, note: bytes, seconds: float) -> str:
