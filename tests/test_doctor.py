@@ -107,6 +107,15 @@ def test_how_far_the_client_came_says_what_is_closed(
     assert bool(found.advice) == (state == "fail")
 
 
+def test_a_client_that_hangs_behind_a_firewall_is_no_broken_nixl() -> None:
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    (found,) = checks.judge("x", [{"step": "control"}, {"step": "data"}], process)
+    assert found.detail.startswith("data plane: no connection")
+    assert "UCX_TCP_PORT_RANGE" in found.advice
+
+
 def test_a_check_that_fails_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "_NET", Path("/proc/self/mem/nothing"))
 

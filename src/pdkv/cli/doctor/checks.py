@@ -34,12 +34,18 @@ _NET = Path("/sys/class/net")
 _RDMA = Path("/sys/class/infiniband")
 _VERBS_PROVIDERS = (Path("/usr/lib"), Path("/usr/lib64"), Path("/lib"))
 _MIN_MEMLOCK = 1 << 30
+_START_S = 10.0  # of a process that loads NIXL, on a busy machine
 _REQUIRED = ("torch", "numpy", "pyzmq", "msgspec")
 _BACKENDS = {
     "nixl": "nixl",
     "mooncake": "mooncake-transfer-engine-non-cuda",
     "mori": "amd-mori",
 }
+_DATA_ADVICE = (
+    "the control plane answered: UCX's data ports are closed (a firewall?), or its device can't be "
+    "used; name one with UCX_NET_DEVICES on both sides, or fix its ports with "
+    "UCX_TCP_PORT_RANGE=LOW-HIGH there and open them"
+)
 
 
 class Finding(NamedTuple):
@@ -188,7 +194,7 @@ def data_plane(transports: str | None, name: str, seconds: float) -> list[Findin
         if "address" not in hello:
             return [_broken(name, server)]
         client = _child("--to", hello["address"], transports, seconds)
-        said = [json.loads(line) for line in _finish(client, 4 * seconds)]
+        said = [json.loads(line) for line in _finish(client, 3 * seconds + _START_S)]
     finally:
         server.kill()
         server.communicate()
@@ -198,7 +204,7 @@ def data_plane(transports: str | None, name: str, seconds: float) -> list[Findin
 def to_other(address: str, bind: str | None, transports: str | None, seconds: float) -> Finding:
     """A transfer to the doctor that serves at another machine."""
     client = _child("--to", address, transports, seconds, bind)
-    said = [json.loads(line) for line in _finish(client, 6 * seconds)]
+    said = [json.loads(line) for line in _finish(client, 3 * seconds + _START_S)]
     (found,) = judge(f"to {address}", said, client)
     return found
 
@@ -223,12 +229,12 @@ def judge(name: str, said: list[dict[str, Any]], client: subprocess.Popen[str]) 
             )
             return [Finding(subject, "fail", f"control plane: {words['text']}", advice)]
         if words.get("failed"):
-            advice = (
-                "the control plane answered: UCX's data ports are closed (a firewall?), or its "
-                "device can't be used; name one with UCX_NET_DEVICES on both sides, or fix its "
-                "ports with UCX_TCP_PORT_RANGE=LOW-HIGH there and open them"
-            )
-            return [Finding(subject, "fail", f"data plane: {words['text']}", advice)]
+            detail = f"data plane: {words['text']}"
+            return [Finding(subject, "fail", detail, _DATA_ADVICE)]
+    if {"step": "data"} in said and client.returncode is not None and client.returncode < 0:
+        # UCX connects inside a call that ends when the kernel gives up, minutes later.
+        detail = "data plane: no connection; what is sent to its ports is dropped without a word"
+        return [Finding(subject, "fail", detail, _DATA_ADVICE)]
     return [_broken(subject.removeprefix("transfer, "), client)]
 
 
