@@ -1,4 +1,4 @@
-"""Writes the generated parts of docs/states.md and docs/wire-protocol.md.
+"""Writes the generated parts of the pages in docs/.
 
     python scripts/generate_docs.py          # write them
     python scripts/generate_docs.py --check  # fail if they are not what the code says
@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 
 from pdkv.endpoint import events as endpoint_events
+from pdkv.observe import METRICS, WAITS, phases
 from pdkv.protocol import AnyMessage, Frame, Identity, StageGrant, Wait, Waiting, words
 from pdkv.request import events as machine_events
 from pdkv.request.states import (
@@ -184,6 +185,25 @@ def outcomes(table: Table) -> str:
     return f"{diagram(table, start)}\n\n{grid(table)}"
 
 
+def metrics() -> str:
+    rows = [["metric", "kind", "labels", "what it counts"]]
+    for metric in METRICS:
+        labels = ", ".join(f"`{label}`" for label in metric.labels)
+        rows.append([f"`{metric.name}`", metric.kind, labels, metric.help])
+    return markdown(rows)
+
+
+def phase_table() -> str:
+    """As the module says it."""
+    lines = (phases.__doc__ or "").splitlines()
+    return "\n".join(line for line in lines if line.startswith("|"))
+
+
+def waiting() -> str:
+    rows = [["where", "`wait`", "for what"]]
+    return markdown([*rows, *([place, f"`{w}`", text] for (place, w), text in WAITS.items())])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "receiver": lambda: outcomes(RECEIVER_TABLE),
     "sender": lambda: outcomes(SENDER_TABLE),
@@ -197,6 +217,9 @@ PARTS: dict[str, Callable[[], str]] = {
     "frame": lambda: fields(Frame),
     "waits": waits,
     "limits": limits,
+    "metrics": metrics,
+    "phases": phase_table,
+    "waiting": waiting,
 }
 
 

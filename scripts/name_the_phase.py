@@ -31,12 +31,10 @@ from pdkv.layout import EngineLayout, KVLayout, MemoryRegion
 from pdkv.limits import Limits
 from pdkv.observe import (
     Phase,
-    RankName,
     Recorder,
     decode_trace,
     encode_trace,
     slowest_phase,
-    trace_events,
 )
 from pdkv.plan import CostModel, Pairing, Runs, TableCopy, validate
 from pdkv.pool import AuxBuffers, DecodeReqToTokenPool, KVPool, PageAllocator
@@ -175,12 +173,6 @@ class Rank:
             recorder=self.recorder,
         )
 
-    def events(self, pid: int) -> list[dict[str, object]]:
-        """This rank's part of the trace."""
-        node = self.node
-        name = RankName(pid=pid, incarnation=node.incarnation, rank_id=0, address=node.address)
-        return trace_events(node.timelines(), rank=name, now=node.now())
-
 
 class Engines:
     """A prefill and a decode engine with their schedulers, which this thread runs."""
@@ -243,7 +235,7 @@ class Engines:
 
     def write_trace(self, path: Path) -> None:
         """The last requests of both ranks, in one file."""
-        events = [event for pid, rank in enumerate(self.ranks) for event in rank.events(pid)]
+        events = [event for rank in self.ranks for event in rank.node.trace_events()]
         path.write_bytes(encode_trace(events))
 
     def close(self) -> None:

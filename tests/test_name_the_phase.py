@@ -48,6 +48,6 @@ def test_a_trace_is_what_viewers_expect(tmp_path: Path) -> None:
             assert start + duration <= following + 1e-3
     named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     assert set(rows) <= named
-    assert {pid for pid, _ in rows} == {0, 1}
+    assert len({pid for pid, _ in rows}) == 2, "a process per rank"
     requests = {e["args"]["room"] for e in events if e["ph"] == "X"}
     assert requests == {0, 1, 2}

@@ -11,9 +11,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import zlib
 from collections import deque
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import msgspec
 
@@ -26,7 +27,7 @@ from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.observe import Health, Recorder, RequestTimeline, Sample
+from pdkv.observe import Health, RankName, Recorder, RequestTimeline, Sample, trace_events
 from pdkv.plan import Pairing, validate
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
@@ -218,6 +219,20 @@ class Node:
         live = self.ask(self.core.timelines)
         assert isinstance(live, list)
         return [*self.recorder.finished(), *live]
+
+    def trace_events(self, *, epoch_s: float = 0.0) -> list[dict[str, Any]]:
+        """The same as events of a Chrome trace, for `pdkv.observe.encode_trace`; lists of several
+        ranks may be joined. `epoch_s`: what turns this node's clock into one that all of them
+        share (wall time minus monotonic time, between machines)."""
+        rank_id = self.rank_id
+        name = self.incarnation + rank_id.to_bytes(4, "big")
+        rank = RankName(
+            pid=zlib.crc32(name) >> 1,
+            incarnation=self.incarnation,
+            rank_id=rank_id,
+            address=self.address,
+        )
+        return trace_events(self.timelines(), rank=rank, now=self._clock(), epoch_s=epoch_s)
 
     def metrics(self) -> tuple[Sample, ...]:
         """Everything that this node counts, as of now. ConfigError without a recorder."""
