@@ -103,6 +103,33 @@ def test_what_decode_holds_is_not_sent(fleet: Fleet) -> None:
     assert sent_bytes(prefill) - before == 12 * TOKEN_NBYTES
 
 
+def test_blocks_that_the_kernel_cuts_into_pages(fleet: Fleet) -> None:
+    prefill, decode = fleet.engine(split=2), fleet.engine(split=2, tp_size=2)
+    sequential(fleet, prefill, decode, prompt(8), "first")
+    assert sequential(fleet, prefill, decode, prompt(8) + prompt(7, seed=1)).status in DONE
+    legs = concurrent(prefill, decode, prompt(31, seed=2), room=7)
+    fleet.run(lambda: legs[0].num_computed >= 24)
+    prefill.preempt_next = True
+    fleet.run(lambda: all(is_over(leg) for leg in legs))
+    assert [leg.status for leg in legs] == [*DONE, *DONE]
+    fleet.settle()
+
+
+def test_too_few_aux_rows_fail_a_request_and_name_the_setting(
+    fleet: Fleet, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, decode = fleet.engine(more={"num_aux_rows": 1}), fleet.engine()
+    first, second = (
+        prefill.add(name, prompt(9), {"do_remote_decode": True}) for name in ("p1", "p2")
+    )
+    fleet.run(lambda: is_over(first) and is_over(second))
+    legs = [decode.add(f"d-{leg.request_id}", leg.tokens, leg.answer) for leg in (first, second)]
+    fleet.run(lambda: all(is_over(leg) for leg in legs))
+    assert sorted(leg.status.name for leg in legs) == ["FINISHED_ERROR", "FINISHED_LENGTH_CAPPED"]
+    assert "num_aux_rows" in caplog.text
+    fleet.settle()
+
+
 def test_several_servers_on_both_sides(fleet: Fleet) -> None:
     prefills = [fleet.engine(), fleet.engine(tp_size=2)]
     decodes = [fleet.engine(), fleet.engine(tp_size=3)]

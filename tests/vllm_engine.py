@@ -81,7 +81,8 @@ class Blocks:
 
 
 class Engine:
-    """`settings`: the connector's. `heads`: of the model; `chunk`: tokens of a step."""
+    """`settings`: the connector's. `heads`: of the model; `chunk`: tokens of a step. `split`: pages
+    that the attention kernel makes of a block."""
 
     def __init__(
         self,
@@ -94,9 +95,10 @@ class Engine:
         chunk: int = 8,
         recompute: bool = False,
         backend: str = "DOUBLE",
+        split: int = 1,
     ) -> None:
         self.tp_size, self.heads, self.chunk = tp_size, heads, chunk
-        self.recompute, self.num_blocks = recompute, num_blocks
+        self.recompute, self.num_blocks, self.split = recompute, num_blocks, split
         config = SimpleNamespace(
             backend=backend,
             instance_id="",
@@ -116,7 +118,8 @@ class Engine:
         self.workers: list[PdkvConnector] = []
         for rank in range(tp_size):
             TensorParallel.rank = rank
-            shape = (LAYERS, num_blocks, max(1, heads // tp_size), BLOCK, CONTENT)
+            held = max(1, heads // tp_size)
+            shape = (LAYERS, num_blocks * split, held, BLOCK // split, CONTENT)
             views = torch.zeros(shape)
             tensors = {f"model.layers.{i}.attn": views[i] for i in range(LAYERS)}
             worker = PdkvConnector(config, vllm_double.KVConnectorRole.WORKER, caches)
@@ -338,9 +341,13 @@ class Engine:
 
     def _compute(self, rank: int, request: Request, start: int, stop: int) -> None:
         for position in range(start, stop):
-            block, offset = request.block_ids[position // BLOCK], position % BLOCK
+            page, offset = self._slot(request, position)
             for layer, tensor in enumerate(self.caches[rank].values()):
-                tensor[block, :, offset] = self._expected(rank, request.tokens, position, layer)
+                tensor[page, :, offset] = self._expected(rank, request.tokens, position, layer)
+
+    def _slot(self, request: Request, position: int) -> tuple[int, int]:
+        inside, size = position % BLOCK, BLOCK // self.split
+        return request.block_ids[position // BLOCK] * self.split + inside // size, inside % size
 
     def _cache(self, request: Request, stop: int) -> None:
         for end in range(BLOCK, stop + 1, BLOCK):
@@ -360,11 +367,11 @@ class Engine:
         """Every slot of the prompt holds what an undivided engine would have put there."""
         for rank, tensors in enumerate(self.caches):
             for position in range(request.num_prompt_tokens):
-                block, offset = request.block_ids[position // BLOCK], position % BLOCK
+                page, offset = self._slot(request, position)
                 for layer, tensor in enumerate(tensors.values()):
                     want = self._expected(rank, request.tokens, position, layer)
                     where = f"rank {rank}, layer {layer}, position {position}"
-                    assert torch.equal(tensor[block, :, offset], want), where
+                    assert torch.equal(tensor[page, :, offset], want), where
 
 
 def _copied(message: Any) -> Any:

@@ -24,15 +24,22 @@ class Fleet:
         self.server = RendezvousServer(ZmqControl())
         self._names = itertools.count()
 
-    def engine(self, *, limits: dict[str, float] | None = None, **options: Any) -> Engine:
+    def engine(
+        self,
+        *,
+        limits: dict[str, float] | None = None,
+        more: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> Engine:
         name = f"engine{next(self._names)}"
-        settings = {
+        settings: dict[str, Any] = {
             "backend": "loopback",
             "backend_options": {"fabric": self.fabric},
             "rendezvous": self.server.address,
             "chunk_tokens": 8,
             "resolve_s": 0.2,
             "limits": {**LIMITS, **(limits or {})},
+            **(more or {}),
         }
         engine = Engine(name, settings, **options)
         self.engines.append(engine)
