@@ -39,7 +39,7 @@ def deploy(
             cores="|".join(str((start + i) % 2) for i in range(tp_size)),
             model=model,
             folder=folder,
-            config=pdkv_config(name, resolve_s=3.0, limits={"bootstrap_s": 20.0}),
+            config=pdkv_config(name, resolve_s=3.0, limits={"bootstrap_s": 60.0}),
             tp_size=tp_size,
         )
         for start, (name, tp_size, port) in enumerate(

@@ -22,7 +22,7 @@ def prompt(num_tokens: int, seed: int) -> list[int]:
     return [rng.randrange(100, 40_000) for _ in range(num_tokens)]
 
 
-def wait_for_free_blocks(*servers: Server, limit_s: float = 60.0) -> None:
+def wait_for_free_blocks(*servers: Server, limit_s: float = 120.0) -> None:
     deadline = time.monotonic() + limit_s
     while any(server.metrics()["vllm:kv_cache_usage_perc"] for server in servers):
         assert time.monotonic() < deadline, "blocks are still in use"

@@ -350,6 +350,8 @@ class SchedulerHalf:
     ) -> None:
         start, total = sending.num_said, sending.num_tokens
         stop = min(progress.num_computed + progress.num_new, total)
+        if stop < total and not sending.is_expected:
+            return  # nobody can ask for it before it is computed, and then deadlines begin to run
         if not sending.is_open:
             sending.is_open = True
             self._commands.append(Open(request_id=request_id, room=sending.room, num_tokens=total))
