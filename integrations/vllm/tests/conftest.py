@@ -31,7 +31,12 @@ class Deployment:
 
 
 def deploy(
-    folder: Path, model: Path, tp_sizes: tuple[int, int], ports: tuple[int, int]
+    folder: Path,
+    model: Path,
+    *,
+    tp_sizes: tuple[int, int],
+    limits: dict[str, float],
+    ports: tuple[int, int] = (8310, 8311),
 ) -> Iterator[Deployment]:
     servers = [
         Server.make(
@@ -39,7 +44,7 @@ def deploy(
             cores="|".join(str((start + i) % 2) for i in range(tp_size)),
             model=model,
             folder=folder,
-            config=pdkv_config(name, resolve_s=3.0, limits={"bootstrap_s": 60.0}),
+            config=pdkv_config(name, resolve_s=3.0, limits=limits),
             tp_size=tp_size,
         )
         for start, (name, tp_size, port) in enumerate(
@@ -64,7 +69,11 @@ def deploy(
 def deployment(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Deployment]:
-    """As the module's MODEL and TP_SIZES say."""
+    """As the module's MODEL, TP_SIZES and LIMITS say."""
     module = request.module
-    folder = tmp_path_factory.mktemp("servers")
-    yield from deploy(folder, MODELS / module.MODEL, module.TP_SIZES, (8310, 8311))
+    yield from deploy(
+        tmp_path_factory.mktemp("servers"),
+        MODELS / module.MODEL,
+        tp_sizes=module.TP_SIZES,
+        limits=module.LIMITS,
+    )

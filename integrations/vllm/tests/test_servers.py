@@ -13,6 +13,7 @@ from servers import Server, completion, post, tokens_of
 from conftest import Deployment
 
 MODEL, TP_SIZES = "smollm2", (1, 1)
+LIMITS = {"bootstrap_s": 60.0}
 TOKEN_NBYTES = 30 * 2 * 3 * 64 * 4  # layers, K and V, heads, head size, float32
 BLOCK, CHUNK = 32, 256
 
