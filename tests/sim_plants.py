@@ -1,25 +1,32 @@
 """Faults planted into the library, one at a time: what the simulator must find.
 
 Each is a mistake that an engine of this field has made, or nearly. A plant changes the library by
-monkeypatching alone; nothing in the library knows of it.
+monkeypatching alone; nothing in the library knows of it. Run as a script, this file looks for all
+of them and writes the table in docs/simulator.md.
 """
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from pdkv.endpoint.core import NodeCore
+from pdkv.endpoint.incoming import Incoming
+from pdkv.endpoint.lanes import Write
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.records import Graveyard
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.rooms import Rooms
-from pdkv.endpoint.writes import Writes, _Write
+from pdkv.endpoint.writes import Writes
 from pdkv.plan import Tag
+from pdkv.protocol import Identity
+from pdkv.rendezvous import Resolver
 from pdkv.request.arrivals import Arrivals
 from pdkv.request.events import (
     PeerFailed,
@@ -35,24 +42,30 @@ from pdkv.request.patience import Patience
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
+from pdkv.testing.sim import FAULT_KINDS, Simulator
+
+DOCS = Path(__file__).parent.parent / "docs" / "simulator.md"
+TABLE = re.compile(r"(\| planted \| found by \| seeds \|\n\| --- \| --- \| --- \|\n)((?:\|.*\n)+)")
+MOST_SEEDS = 600
 
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 
 @dataclass(frozen=True)
 class Plant:
-    """A named mistake and how to make it."""
+    """A named mistake and how to make it; and the faults among which it is looked for."""
 
     name: str
     patch: Patch
+    kinds: tuple[str, ...] = FAULT_KINDS
 
 
 PLANTS: list[Plant] = []
 
 
-def plant(name: str) -> Callable[[Patch], Patch]:
+def plant(name: str, *kinds: str) -> Callable[[Patch], Patch]:
     def add(patch: Patch) -> Patch:
-        PLANTS.append(Plant(name, patch))
+        PLANTS.append(Plant(name, patch, kinds or FAULT_KINDS))
         return patch
 
     return add
@@ -132,23 +145,23 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Outbox, "busy_peers", lambda self: set())
 
 
-@plant("a restarted peer counts as quiet")
+@plant("a restarted peer counts as quiet", "restart", "late", "unsettled")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def lose(original: Any, self: NodeCore, peer: Any, cause: str) -> Any:
+    def lose(original: Any, self: Incoming, peer: Any, cause: str) -> Any:
         original(self, peer, cause)
         if cause == "restarted":
-            self.requests.tell_all(peer, PeerQuiet(peer.rank_id))
+            self._requests.tell_all(peer, PeerQuiet(peer.rank_id))
 
-    around(patch, NodeCore, "_lose", lose)
+    around(patch, Incoming, "lose", lose)
 
 
-@plant("a silent peer counts as quiet")
+@plant("a silent peer counts as quiet", "stop", "partition", "late")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def lose(original: Any, self: NodeCore, peer: Any, cause: str) -> Any:
+    def lose(original: Any, self: Incoming, peer: Any, cause: str) -> Any:
         original(self, peer, cause)
-        self.requests.tell_all(peer, PeerQuiet(peer.rank_id))
+        self._requests.tell_all(peer, PeerQuiet(peer.rank_id))
 
-    around(patch, NodeCore, "_lose", lose)
+    around(patch, Incoming, "lose", lose)
 
 
 @plant("one life declared gone frees what others may write")
@@ -217,9 +230,9 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Arrivals, "arrive", arrive)
 
 
-@plant("the notification overtakes the other parts of its tag")
+@plant("the notification overtakes the other parts of its tag", "out_of_order", "late")
 def _(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_Write, "must_wait", property(lambda self: False))
+    patch.setattr(Write, "must_wait", property(lambda self: False))
 
 
 @plant("an error of the backend is overlooked")
@@ -315,9 +328,71 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Graveyard, "get", get)
 
 
+@plant("a tombstone without incarnation")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def get(self: Graveyard, identity: Any) -> Any:
+        named = (identity.room, identity.attempt)
+        stones = [s for i, s in self._tombstones.items() if (i.room, i.attempt) == named]
+        return stones[0] if stones else None
+
+    patch.setattr(Graveyard, "get", get)
+
+
 @plant("an ask is answered by whoever has the room")
 def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Rooms, "sender_of", lambda self, identity: self._open.get(identity.room))
+
+
+@plant("an acknowledgement without attempt", "late", "lost", "doubled")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def receiver(original: Any, self: Incoming, peer: Any, identity: Any) -> Any:
+        return original(self, peer, newest_of_room(self, identity))
+
+    around(patch, Incoming, "_receiver_from", receiver)
+
+
+@plant("a notification that names only the room")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def on_note(original: Any, self: Incoming, note: Any, now: float) -> None:
+        original(self, note._replace(identity=newest_of_room(self, note.identity)), now)
+
+    around(patch, Incoming, "_on_note", on_note)
+
+
+def newest_of_room(incoming: Incoming, identity: Identity) -> Identity:
+    found = [i for i in incoming._requests.receivers if i.room == identity.room]
+    return max(found, key=lambda i: i.attempt, default=identity)
+
+
+@plant("the writer's place in its stage instead of in its engine", "out_of_order", "delay", "slow")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def local(self: ReceiverMachine, tag: Tag) -> Tag:
+        parallel = self.pairing.src.parallel
+        return tag._replace(writer=tag.writer % (parallel.tp_size * parallel.cp_size))
+
+    def place(original: Any, self: ReceiverMachine, request: Any, now: float) -> None:
+        original(self, request, now)
+        self.arrivals = Arrivals(local(self, tag) for tag in self.arrivals.expected)
+
+    def on_tag(original: Any, self: ReceiverMachine, tag: Tag, *rest: Any) -> Any:
+        return original(self, local(self, tag), *rest)
+
+    around(patch, ReceiverMachine, "_place", place)
+    around(patch, ReceiverMachine, "_on_tag", on_tag)
+
+
+@plant("the DP rank is the room modulo their number")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def by_word(self: Resolver, query: Any, groups: Any, now: float) -> Any:
+        newest = max(groups.values(), key=lambda record: record.topology_epoch)
+        return self._at(query, query.room % newest.dp_size, newest, "by room")
+
+    patch.setattr(Resolver, "_by_word", by_word)
+
+
+@plant("what a dead engine had asked for keeps its room")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Rooms, "drop_early", lambda self, incarnation: None)
 
 
 # -- outcomes -------------------------------------------------------------------------------------
@@ -388,6 +463,50 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, Gate, "update", update)
 
 
+# -- hand-over ------------------------------------------------------------------------------------
+
+
+@plant("what was not computed counts as covered")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(SenderMachine, "covered", property(lambda self: self.num_tokens))
+
+
+@plant("a chunk that is partly computed goes as well")
+def _(patch: pytest.MonkeyPatch) -> None:
+    import pdkv.request.outbox as outbox
+
+    def covered(pairing: Any, computed: int, prefix: int, num_tokens: int) -> int:
+        grid = pairing.grid
+        return int(max(min(-(-computed // grid) * grid, num_tokens), prefix))
+
+    patch.setattr(outbox, "covered_tokens", covered)
+
+
+@plant("what prefill left out is waited for")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Arrivals, "cut", lambda self, *arguments: None)
+
+
+# -- lives ----------------------------------------------------------------------------------------
+
+
+@plant("a lost Goodbye is not said again", "sleep", "one_way_partition")
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Links, "_say_goodbye_again", lambda self, frame, hello, cause: None)
+
+
+@plant("a Goodbye proves nothing", "sleep", "one_way_partition", "lost")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def on_goodbye(original: Any, self: Incoming, peer: Any, cause: str) -> None:
+        original(self, peer, cause)
+        inbox = self._requests.inbox
+        kept = [item for item in inbox if not isinstance(item[1], PeerQuiet)]
+        inbox.clear()
+        inbox.extend(kept)
+
+    around(patch, Incoming, "_on_goodbye", on_goodbye)
+
+
 # -- waits ----------------------------------------------------------------------------------------
 
 
@@ -442,6 +561,17 @@ def _(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Links, "let_go", lambda self, identity: None)
 
 
+@plant("a reader that is superseded or aborts early keeps its peer in use")
+def _(patch: pytest.MonkeyPatch) -> None:
+    def keeping(original: Any, self: Rooms, *arguments: Any) -> None:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Links, "let_go", lambda self, identity: None)
+            original(self, *arguments)
+
+    for name in ("_give", "on_abort", "_keep_early"):
+        around(patch, Rooms, name, keeping)
+
+
 @plant("a sender is not forgotten")
 def _(patch: pytest.MonkeyPatch) -> None:
     def forget(original: Any, self: Rooms, owner: Any, now: float) -> Any:
@@ -471,3 +601,40 @@ def _(patch: pytest.MonkeyPatch) -> None:
         ]
 
     around(patch, ReceiverMachine, "handle", handle)
+
+
+# -- the table ------------------------------------------------------------------------------------
+
+
+def look_for(planted: Plant, most_seeds: int = MOST_SEEDS) -> tuple[str, int] | None:
+    """Which checker finds it, and after how many seeds; None where none does."""
+    with pytest.MonkeyPatch.context() as patch:
+        planted.patch(patch)
+        simulator = Simulator(kinds=planted.kinds)
+        for seed in range(most_seeds):
+            violation = simulator.violation(simulator.scenario(seed))
+            if violation is not None:
+                return violation.checker, seed + 1
+    return None
+
+
+def documented() -> dict[str, tuple[str, int]]:
+    """The table of the docs: (checker, seeds) by name."""
+    table = TABLE.search(DOCS.read_text())
+    assert table is not None
+    rows = [[cell.strip() for cell in row.split("|")[1:4]] for row in table[2].splitlines()]
+    return {name: (checker, int(seeds)) for name, checker, seeds in rows}
+
+
+def main() -> None:
+    logging.disable(logging.CRITICAL)
+    rows = []
+    for planted in PLANTS:
+        checker, seeds = look_for(planted) or ("nothing", 0)
+        rows.append(f"| {planted.name} | {checker} | {seeds} |\n")
+        print(rows[-1], end="", flush=True)
+    DOCS.write_text(TABLE.sub(lambda table: table[1] + "".join(rows), DOCS.read_text()))
+
+
+if __name__ == "__main__":
+    main()

@@ -23,7 +23,7 @@ from pdkv.errors import ConfigError
 from pdkv.limits import Limits
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
-from pdkv.protocol import PROTOCOL_VERSION, Hello, encode_frame
+from pdkv.protocol import PROTOCOL_VERSION, Hello, Identity, encode_frame
 from pdkv.rendezvous import EngineRecord
 from pdkv.request import HealthKey, KVPoll, Verdict, agree, decode_votes, encode_votes
 from support import AUX, Engine, World, small_layout
@@ -207,6 +207,28 @@ def test_a_lost_goodbye_changes_nothing_in_the_end(world: World) -> None:
     world.network.drop("p/0", "d/0")
     wake(world, prefill, 77)
     transfer(world, prefill, decode, 6, 2)
+
+
+@pytest.mark.parametrize("is_awake", [False, True])
+def test_a_lost_goodbye_is_said_again_to_whoever_has_pages_in_quarantine(
+    world: World, is_awake: bool
+) -> None:
+    prefill, decode = pair(world)
+    transfer(world, prefill, decode, 5, 1)
+    world.network.hold("d/0", "p/0")
+    ask(decode, prefill, 6, 2, 16, OTHER)  # for all that decode knows, prefill writes there
+    world.run()
+    decode.decode[0].abort(Identity(6, 2, decode.incarnation))
+    assert drain(prefill)
+    world.network.hold("p/0", "d/0")
+    put_to_sleep(prefill)
+    for way in (("d/0", "p/0"), ("p/0", "d/0")):
+        world.network.drop(*way)
+    if is_awake:
+        wake(world, prefill, 77)
+    decode.seen[0].clear()
+    world.run(steps=1500)
+    assert [event.key.attempt for event in decode.events(Released)] == [2]
 
 
 def test_the_former_life_of_a_reader_is_reaped_without_harm_to_the_new_one(world: World) -> None:

@@ -45,10 +45,9 @@ def test_a_run_is_a_function_of_its_seed(simulator: Simulator) -> None:
 
 
 FOUND = {
-    6: "a reader that was superseded or aborted early left its peer in use for ever",
-    96: "what a dead decode engine had asked for kept its room from the next life",
-    230: "Quiesced that overtook a lost Failed came without the cause",
-    708: "a rank that had not met the attempt gave its failure to the next attempt",
+    624: "a Goodbye that was lost left what it would have ended in quarantine for ever",
+    739: "the same behind a partition, where a new life answers",
+    2625: "silence from before a request lost it its peer, which was back when it came",
 }
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 
 import pytest
 
 from pdkv.testing.sim import FAULT_KINDS, Report, Simulator
 from sim_pairs import every_pair, inject_once, pairs_of_the_corpus
-from sim_plants import PLANTS, Plant
+from sim_plants import PLANTS, Plant, documented, look_for
 
 NUM_SEEDS = 10_000
-BATCH_S = 55.0
-ROLLING_S = 10.0
-MOST_SEEDS = 600
+BATCH_S = 45.0
+ROLLING_S = 8.0
+# Where 5 % are that many seeds, a kind that is drawn for 7 % does not miss them by chance.
+ENOUGH_SEEDS = 1_500
 
 pytestmark = pytest.mark.check
 
@@ -70,26 +74,33 @@ def test_fixed_seeds_and_a_rolling_batch() -> None:
     print(f"requests, {report.num_deliveries} deliveries, {rate:.0f}/s on all cores")
     print(report.histogram())
     assert report.num_seeds >= 100
+    report.merge(rolling)
     rare = {kind: report.effects[kind] / report.num_seeds for kind in FAULT_KINDS}
-    too_rare = {kind: share for kind, share in rare.items() if share < 0.04}
-    assert report.num_seeds < 1000 or not too_rare
+    too_rare = {kind: share for kind, share in rare.items() if share < 0.05}
+    assert report.num_seeds < ENOUGH_SEEDS or not too_rare
 
 
 @pytest.mark.parametrize("planted", PLANTS, ids=lambda planted: planted.name)
-def test_a_planted_fault_is_found(planted: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
-    planted.patch(monkeypatch)
-    simulator = Simulator()
-    for seed in range(MOST_SEEDS):
-        violation = simulator.violation(simulator.scenario(seed))
-        if violation is not None:
-            print(f"\n| {planted.name} | {violation.checker} | {seed + 1} |")
-            return
-    pytest.fail(f"not found in {MOST_SEEDS} seeds")
+def test_a_planted_fault_is_found(planted: Plant) -> None:
+    """About as soon as the docs say: a change of the library may move it by some seeds."""
+    _, seeds = documented()[planted.name]
+    found = look_for(planted, most_seeds=3 * seeds + 40)
+    assert found is not None, "not found: run tests/sim_plants.py"
+    print(f"\n| {planted.name} | {found[0]} | {found[1]} |")
 
 
-def test_at_least_thirty_faults_are_planted() -> None:
+def test_at_least_thirty_faults_are_planted_and_the_docs_list_them() -> None:
     assert len(PLANTS) >= 30
-    assert len({planted.name for planted in PLANTS}) == len(PLANTS)
+    assert list(documented()) == [planted.name for planted in PLANTS]
+    assert all(seeds for _, seeds in documented().values())
+
+
+def test_a_fleet_of_engines_gets_through_an_hour() -> None:
+    command = [sys.executable, "benchmarks/sim_fleet.py", "--engines", "8", "--hours", "1"]
+    root = Path(__file__).parent.parent
+    run = subprocess.run([*command, "--rate", "1"], cwd=root, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    assert "first bounds" in run.stdout
 
 
 def test_every_pair_of_state_and_event_ends_at_most_its_own_request() -> None:

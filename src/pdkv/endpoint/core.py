@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from pdkv.endpoint.gauges import set_gauges
 from pdkv.endpoint.health import health_of
+from pdkv.endpoint.hearsay import own_word
 from pdkv.endpoint.incoming import Incoming
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.observing import Observing
@@ -35,7 +37,6 @@ from pdkv.observe import Health, Recorder, Registry, RequestTimeline
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import (
     Keepalive,
-    Wait,
     Waiting,
 )
 from pdkv.request.events import (
@@ -46,8 +47,6 @@ from pdkv.request.events import (
 __all__ = ["NodeCore"]
 
 _log = logging.getLogger("pdkv")
-# Waits whose ranks are few and known at once; those of bytes are as many as tags.
-_NAMED_WAITS = (Wait.INFO, Wait.COMPUTED, Wait.PAGES, Wait.QUIET)
 
 
 class NodeCore:
@@ -105,6 +104,7 @@ class NodeCore:
         # Why nothing may be admitted, as of the last tick; nothing when healthy.
         self.problem = ""
         self._ticked_at = 0.0
+        self._unsettled: dict[Sending, None] = {}
         self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
 
     def call(self, command: Callable[[float], None]) -> None:
@@ -139,6 +139,8 @@ class NodeCore:
             busy = True
         for owner, event in self.writes.poll(now):
             self._tell_delivered(owner, event, now)
+            if not event.quiet:
+                self._unsettled[owner] = None
             self.requests.inbox.append((owner, event))
             busy = True
         if self._staging is not None:
@@ -161,8 +163,9 @@ class NodeCore:
             self.counters["internal_errors"] += 1
             _log.exception("dropped for an error inside pdkv")
 
-    def _receive_unsigned(self, max_frames: int) -> list[tuple[bytes, str]]:
-        return [(data, "") for data in self._control.receive(max_frames)]
+    def _receive_unsigned(self, max_frames: int) -> Sequence[tuple[bytes, str]]:
+        frames = self._control.receive(max_frames)
+        return [(data, "") for data in frames] if frames else ()
 
     def _tell_delivered(self, owner: Sending, event: WriteEnded, now: float) -> None:
         sent = self.writes.delivered(owner, event)
@@ -175,15 +178,18 @@ class NodeCore:
 
     def _end_what_is_fenced(self) -> None:
         """Writes that ended in an error are over where the backend can prove it."""
-        for owner in self.requests.senders.values():
+        for owner in list(self._unsettled):
             engine = owner.engine
-            for rank_id in owner.machine.unsettled:
+            if not owner.machine.unsettled:
+                del self._unsettled[owner]
+            for rank_id in sorted(owner.machine.unsettled):
                 peer = self.links.get((engine, rank_id))
                 if peer is not None and self._backend.fence(peer.backend_key):
                     self.requests.inbox.append((owner, PeerQuiet(rank_id)))
 
     def _tick(self, now: float) -> None:
         self._ticked_at = now
+        self.requests.run(now)
         self._end_what_is_fenced()
         for peer in self.links.lost(now):
             self.incoming.lose(peer, f"silent for {now - peer.heard_at:.1f} s")
@@ -209,15 +215,11 @@ class NodeCore:
         for key, word in self.requests.rooms.early_words():
             words[key].append(word)
         for owner in self.requests.owners():
-            machine = owner.machine
-            if machine.identity is None:
-                continue
-            wait = machine.wait
-            ranks = machine.waits_for() if wait in _NAMED_WAITS else ()
-            word = Waiting(machine.identity, int(machine.poll), int(wait), ranks)
-            engine = owner.engine
-            for rank_id in self.requests.peer_ranks(owner):
-                words[engine, rank_id].append(word)
+            told = owner.word or own_word(owner, partial(self.requests.keys_of, owner))
+            if told is not None:
+                word, keys = told
+                for key in keys:
+                    words[key].append(word)
         return words
 
     def sleep(self, now: float) -> None:

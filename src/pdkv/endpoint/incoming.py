@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from pdkv.endpoint.hearsay import is_news
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer, PeerState
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
@@ -117,6 +118,10 @@ class Incoming:
         if self._links.is_asleep:
             self._links.refuse_asleep(frame, hello)
             return
+        if frame.to_incarnation and frame.to_incarnation != self._incarnation:
+            # Before its place in the order: what is said to my lives is counted apart.
+            self._links.refuse_former(frame, hello)
+            return
         known = self._links.get((frame.from_incarnation, frame.from_rank_id))
         if known is not None and not known.accept(frame):
             self._counters["frames_doubled"] += 1
@@ -211,20 +216,28 @@ class Incoming:
         return owner
 
     def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
-        known = {item.identity: item for item in waiting}
-        inbox, rank_id = self._requests.inbox, peer.rank_id
-        for owner in self._requests.of_peer(peer):
-            if isinstance(owner, Receiving):
-                item = known.pop(owner.machine.identity, None)
-                if item is not None:
-                    _note_word(owner, rank_id, item.wait)
-                seen = PeerSeen(rank_id, item.poll, item.wait) if item else PeerSeen(rank_id, None)
-                inbox.append((owner, seen))
-        for identity, item in known.items():
-            sending = self._requests.rooms.by_identity.get(identity)
-            if sending is not None and identity.incarnation == peer.key[0]:
-                _note_word(sending, rank_id, item.wait)
-                inbox.append((sending, PeerSeen(rank_id, item.poll, item.wait)))
+        requests, rank_id, life = self._requests, peer.rank_id, peer.key[0]
+        named: set[Identity] = set()
+        for item in waiting:
+            receiving = requests.receivers.get(item.identity)
+            owner: Receiving | Sending | None = receiving
+            if receiving is not None:
+                is_of_peer = receiving.engine == life
+                if is_of_peer:
+                    named.add(item.identity)
+            else:
+                owner = requests.rooms.by_identity.get(item.identity)
+                is_of_peer = item.identity.incarnation == life
+            if owner is not None and is_of_peer and is_news(owner, rank_id, item):
+                requests.inbox.append((owner, PeerSeen(rank_id, item.poll, item.wait)))
+        if len(named) >= len(peer.requests):
+            return
+        unnamed = [i for i in peer.requests if i in requests.receivers and i not in named]
+        for identity in sorted(unnamed):
+            receiving = requests.receivers[identity]
+            if receiving.engine == life:
+                receiving.heard.pop(rank_id, None)
+                requests.inbox.append((receiving, PeerSeen(rank_id, None)))
 
     # -- bytes that arrived -----------------------------------------------------------------------
 
@@ -270,10 +283,3 @@ class Incoming:
         owner.outcome, owner.num_tokens = Outcome(stamp.outcome), stamp.num_tokens
         cut: list[Event] = [HandedOver(stamp.num_tokens)] if is_short else []
         return [*cut, TagArrived(tag, is_staged)]
-
-
-def _note_word(owner: Receiving | Sending, rank_id: int, wait: int) -> None:
-    """For an operator: what this peer waits for itself."""
-    if owner.words is None:
-        owner.words = {}
-    owner.words[rank_id] = wait

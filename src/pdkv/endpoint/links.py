@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict, deque
+from collections.abc import Callable
 
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
@@ -31,6 +32,7 @@ __all__ = ["CAPABILITIES", "DECODE_PREFIX", "Links"]
 
 _log = logging.getLogger("pdkv")
 _MAX_REFUSALS = 64
+_LAST_EPOCH = 1 << 48  # of a life that is over and has forgotten its own
 
 DECODE_PREFIX = "decode_prefix"  # I leave out what the reader holds already
 JOINED_NOTIFICATIONS = "joined_notifications"  # a write may carry several tags
@@ -59,6 +61,8 @@ class Links:
         self._metadata = backend.metadata()
         self.capabilities: tuple[str, ...] = CAPABILITIES
         self.is_asleep = False
+        # Whether a request still waits for its peers; `Requests` knows.
+        self.is_waiting: Callable[[Identity], bool] = lambda identity: True
 
     def get(self, key: PeerKey) -> Peer | None:
         """The peer under this key, if known."""
@@ -96,11 +100,17 @@ class Links:
         peer.said_at = now
 
     def _send_to(
-        self, address: str, incarnation: bytes, epoch: int, sequence: int, message: Message
+        self,
+        address: str,
+        incarnation: bytes,
+        epoch: int,
+        sequence: int,
+        message: Message,
+        life: bytes = b"",
     ) -> None:
         data = encode_frame(
             message,
-            from_incarnation=self._local.incarnation,
+            from_incarnation=life or self._local.incarnation,
             from_rank_id=self._local.rank_id,
             to_incarnation=incarnation,
             epoch=epoch,
@@ -129,6 +139,10 @@ class Links:
             return peer
         peer.wants_greeting, peer.wanted_at = True, now
         peer.grid = pairing.grid if pairing else 0
+        is_doubtful = peer.state is PeerState.READY and self._is_silent(peer, now)
+        if is_doubtful and not any(map(self.is_waiting, peer.requests)):
+            # Its silence before concerns nobody any more: who comes now gets the whole time.
+            peer.state = PeerState.LOST
         if peer.state in (PeerState.LOST, PeerState.REFUSED):
             peer.renew(self.peers.next_epoch())
             peer.state = PeerState.CONNECTING
@@ -147,6 +161,11 @@ class Links:
     def _greet(self, peer: Peer, now: float) -> None:
         peer.hello_at = now
         self.send(peer, self._hello(peer.grid), now)
+
+    def is_silent(self, engine: bytes, now: float, rank_id: int) -> bool:
+        """Whether a rank of an engine has missed more than a keepalive."""
+        peer = self.peers.get((engine, rank_id))
+        return peer is None or self._is_silent(peer, now)
 
     def _is_silent(self, peer: Peer, now: float) -> bool:
         """It may have forgotten me, and would drop what I say as a stranger's."""
@@ -175,10 +194,6 @@ class Links:
         known = self.peers.get(key)
         if hello.is_reply:
             return self._on_reply(known, hello)
-        if frame.to_incarnation and frame.to_incarnation != self._local.incarnation:
-            text = "another life of this engine answers here: it was restarted"
-            self._refuse(hello.address, frame, "incarnation", text)
-            return None
         peer = known or self.peers.add(key, hello.address)
         if peer is None:
             self._refuse(hello.address, frame, "peers", "too many peers")
@@ -250,9 +265,34 @@ class Links:
             self._pairings[key] = self._local.planner(self._local.layout, dst)
         return self._pairings[key]
 
+    def refuse_former(self, frame: Frame, hello: Hello) -> None:
+        """A greeting for another life, perhaps for one that said goodbye."""
+        if hello.is_reply:
+            return
+        if frame.to_incarnation in self._local.former:
+            self._say_goodbye_again(frame, hello, "this engine slept meanwhile")
+        else:
+            text = "another life of this engine answers here: it was restarted"
+            self._refuse(hello.address, frame, "incarnation", text)
+
     def refuse_asleep(self, frame: Frame, hello: Hello) -> None:
-        """There is no memory to pair with."""
-        self._refuse(hello.address, frame, "incarnation", "this engine sleeps")
+        """There is no memory to pair with. Who means the life that went to sleep, or one before
+        it, has missed that."""
+        if frame.to_incarnation in (self._local.incarnation, *self._local.former):
+            self._say_goodbye_again(frame, hello, "this engine sleeps")
+        else:
+            self._refuse(hello.address, frame, "incarnation", "this engine sleeps")
+
+    def _say_goodbye_again(self, frame: Frame, hello: Hello, cause: str) -> None:
+        """What may be in quarantine there ends with it: no other word would do."""
+        self._send_to(
+            hello.address,
+            frame.from_incarnation,
+            _LAST_EPOCH,
+            frame.sequence,
+            Goodbye(cause),
+            life=frame.to_incarnation,
+        )
 
     def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
         self._note_refusal(address, field, text)

@@ -259,6 +259,8 @@ class Node:
         """
         if self.is_asleep:
             return
+        if self._thread is None and self._stepper == threading.get_ident():
+            self.step()  # what the last verdicts asked for comes before
         self.ask(lambda: self._fall_asleep(self._clock()))
 
     def _fall_asleep(self, now: float) -> None:
@@ -285,6 +287,7 @@ class Node:
     def _begin(self, pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
         self._backend.register(pool.regions)
         self.pool, self.aux, self.incarnation = pool, aux, incarnation
+        former = frozenset(self._lives)
         self._lives.add(incarnation)
         self.core = NodeCore(
             backend=self._backend,
@@ -296,6 +299,7 @@ class Node:
                 incarnation,
                 self.limits,
                 planner=self.planner,
+                former=former,
             ),
             aux=aux,
             clock=self._clock,

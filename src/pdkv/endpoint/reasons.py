@@ -140,7 +140,7 @@ class Reasons:
     def _rank(self, owner: Receiving | Sending, rank_id: int) -> str:
         """A rank, and what is known of it beyond that it lives."""
         peer = self._links.get((owner.engine, rank_id))
-        said = owner.words.get(rank_id) if owner.words else None
+        _, said, _ = owner.heard.get(rank_id, (0, None, 0))
         notes = []
         if peer is None:
             notes.append("unknown")

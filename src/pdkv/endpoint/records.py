@@ -12,7 +12,7 @@ from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
 from pdkv.observe import RequestTimeline, TransferStats
 from pdkv.plan import Pairing, validate
-from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity
+from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity, Waiting
 from pdkv.request.events import Event, Finish, Outcome, PagesAgreed, TokensComputed
 from pdkv.request.machine import Machine
 from pdkv.request.readers import Asking
@@ -30,7 +30,8 @@ Planner = Callable[[EngineLayout, EngineLayout], Pairing]
 class LocalRank:
     """Who this node is: its place in its engine, where its memory lies, and its bounds.
 
-    `versions`: the lowest and the highest protocol version that it speaks.
+    `versions`: the lowest and the highest protocol version that it speaks. `former`: lives of this
+    process that ended in sleep.
     """
 
     layout: EngineLayout
@@ -40,6 +41,7 @@ class LocalRank:
     limits: Limits
     versions: tuple[int, int] = (MIN_PROTOCOL_VERSION, PROTOCOL_VERSION)
     planner: Planner = validate
+    former: frozenset[bytes] = frozenset()
 
 
 @dataclass(eq=False)
@@ -55,7 +57,10 @@ class Receiving:
     alarm_at: float = math.inf
     stages_with: set[int] = field(default_factory=set)
     timeline: RequestTimeline | None = None  # None: nobody watches
-    words: dict[int, int] | None = None  # what its peers wait for, by rank: a Wait
+    # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
+    word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
+    heard: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    version: int = 0
 
     @property
     def ref(self) -> Identity:
@@ -101,7 +106,10 @@ class Sending:
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
     timeline: RequestTimeline | None = None  # None: nobody watches
-    words: dict[int, int] | None = None  # what its peers wait for, by rank: a Wait
+    # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
+    word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
+    heard: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    version: int = 0
     num_computed: int = 0
 
     @property

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
+from functools import partial
 
 from pdkv.endpoint.alarms import Alarms
 from pdkv.endpoint.events import Change
+from pdkv.endpoint.hearsay import note_event, standing
 from pdkv.endpoint.links import DECODE_PREFIX, Links
 from pdkv.endpoint.observing import Observing
-from pdkv.endpoint.peers import Peer, PeerState
+from pdkv.endpoint.peers import Peer, PeerKey, PeerState
 from pdkv.endpoint.quarantine import Quarantine
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.endpoint.rooms import Rooms
@@ -78,6 +80,7 @@ class Requests:
         self.failed: deque[tuple[str, Journal]] = deque(maxlen=_MAX_FAILED_JOURNALS)
         self.inbox: deque[tuple[Receiving | Sending, Event]] = deque()
         self._links = links
+        links.is_waiting = self._is_waiting
         self._writes = writes
         self._counters = counters
         self._rank_id = rank_id
@@ -98,6 +101,7 @@ class Requests:
     def _feed(self, owner: Receiving | Sending, event: Event, now: float) -> None:
         """Run one event through a machine, carry its actions out, report what changed."""
         machine = owner.machine
+        note_event(owner, event)
         if self.staging is not None and isinstance(owner, Receiving):
             for first in self.staging.before(owner, event, self.receivers):
                 self._feed(owner, first, now)
@@ -224,6 +228,10 @@ class Requests:
             stats.nbytes_by_peer[rank_id] = nbytes
             stats.nbytes += nbytes
 
+    def _is_waiting(self, identity: Identity) -> bool:
+        owner = self.receivers.get(identity) or self.rooms.sender_of(identity)
+        return owner is not None and not owner.machine.poll.is_terminal
+
     def _unhealthy(self) -> str:
         problems = self.problems()
         return f"node is unhealthy: {'; '.join(problems)}" if problems else ""
@@ -343,7 +351,8 @@ class Requests:
         """Deadlines of requests and of rooms that nobody opened."""
         for owner in self._alarms.due(now):
             if self._is_live(owner):
-                self.inbox.append((owner, _TICK))
+                heard = standing(owner, partial(self._links.is_silent, owner.engine, now))
+                self.inbox += [(owner, event) for event in (*heard, _TICK)]
         self.rooms.expire(now)
 
     def welcome(self, peer: Peer) -> None:
@@ -382,14 +391,9 @@ class Requests:
         live = [(owner.title, owner.machine.journal.copy()) for owner in self.owners()]
         return [*self.failed, *live]
 
-    def of_peer(self, peer: Peer) -> list[Receiving | Sending]:
-        """Live requests that concern this peer."""
-        found: list[Receiving | Sending] = []
-        for identity in sorted(peer.requests):
-            owner = self.receivers.get(identity) or self.rooms.sender_of(identity)
-            if owner is not None and owner.engine == peer.key[0]:
-                found.append(owner)
-        return found
+    def keys_of(self, owner: Receiving | Sending) -> tuple[PeerKey, ...]:
+        """The peers that this request concerns."""
+        return tuple((owner.engine, rank_id) for rank_id in self.peer_ranks(owner))
 
     def owners(self) -> list[Receiving | Sending]:
         """Every live request of both roles."""

@@ -313,7 +313,7 @@ class Keepalive(Message, frozen=True, tag="alive"):
 class Goodbye(Message, frozen=True, tag="bye"):
     """This life of mine ends: none of my writes is or will be in flight, and my memory goes.
 
-    Said at `sleep`. When it is lost, silence says the same, later.
+    Said at `sleep`, and again to whoever greets that life after it.
     """
 
     cause: Text = ""

@@ -6,7 +6,7 @@ same votes and applies the same verdicts in the same order. Layer 2.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -83,8 +83,10 @@ def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     memory is released when every rank has it quiet, and an allocation is where the last rank is.
     A failure that is more than an eviction gives the cause. One unhealthy rank makes the group so.
     """
-    keys = {key for rank in votes for key in rank}
-    verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in sorted(keys, key=_order))
+    keys: Collection[Key] = {key for rank in votes for key in rank}
+    if len(keys) > 1:
+        keys = sorted(keys, key=_order)
+    verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in keys)
     return tuple(verdict for verdict in verdicts if verdict is not None)
 
 

@@ -5,7 +5,9 @@ holds them to the rules of the design. A run is a function of its seed. Where to
 `world` (what a run is), then `engine`, `schedulers`, `checkers`. Layer 6.
 """
 
-from pdkv.testing.sim.engine import Input, Scheduler, SimEngine, SimRank
+from pdkv.testing.sim.draw import draw, layouts
+from pdkv.testing.sim.engine import SimEngine, SimRank
+from pdkv.testing.sim.host import Input, Scheduler
 from pdkv.testing.sim.memory import Violation
 from pdkv.testing.sim.run import Failure, Report, Simulator
 from pdkv.testing.sim.scenario import (
@@ -14,8 +16,6 @@ from pdkv.testing.sim.scenario import (
     Fault,
     RequestSpec,
     Scenario,
-    draw,
-    layouts,
 )
 from pdkv.testing.sim.schedulers import DecodeScheduler, PrefillScheduler
 from pdkv.testing.sim.world import Result, World

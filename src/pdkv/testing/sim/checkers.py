@@ -84,7 +84,7 @@ class Checkers:
             found = self.attempts[key] = Attempt(key, prompt, engine, now)
         return found
 
-    def saw(self, rank: SimRank, event: EndpointEvent, now: float) -> None:
+    def saw(self, rank: SimRank, event: EndpointEvent, now: float) -> Attempt:
         """A rank's scheduler sees an event: outcomes are final, and Released comes last."""
         key = _key(rank, event)
         attempt = self.attempts.get(key)
@@ -104,6 +104,7 @@ class Checkers:
                 raise Violation("outcome", f"{key} is released on {rank.key} after {told}")
             attempt.is_released = True
         told.append(kind)
+        return attempt
 
     def _agree(
         self, attempt: Attempt, rank: SimRank, event: EndpointEvent, outcome: str, now: float
@@ -126,9 +127,10 @@ class Checkers:
         return found[-1] if found else None
 
     def is_settled(self, prompt: int) -> bool:
-        """Whether everything that was begun for it is released on both sides."""
+        """Whether everything that was begun for it is released on both sides, or was of an engine
+        that is declared gone: what a dead one has asked for waits for an open until then."""
         return all(
-            attempt.is_released or not attempt.engine.is_alive
+            attempt.is_released or attempt.engine.is_buried
             for attempt in self.attempts.values()
             if attempt.prompt == prompt
         )

@@ -10,91 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import msgspec
+from typing import Any
 
 from pdkv.endpoint import DecodeEndpoint, EndpointEvent, Node, PrefillEndpoint
 from pdkv.interfaces import BackendLimits
 from pdkv.layout import EngineLayout
-from pdkv.limits import Limits
 from pdkv.plan import Pairing
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
 from pdkv.request import agree
-from pdkv.testing.sim.fabric import SimBackend, SimFabric
+from pdkv.testing.sim.fabric import SimBackend
+from pdkv.testing.sim.host import Host, Input, Scheduler
 from pdkv.testing.sim.memory import RankMemory, check_hand_over
-from pdkv.testing.sim.network import SimControl, SimNetwork
+from pdkv.testing.sim.network import SimControl
 from pdkv.testing.sim.scenario import AUX, EngineSpec
 from pdkv.testing.sim.timeline import Timeline
 
-__all__ = ["Fired", "Host", "Input", "Scheduler", "SimEngine", "SimRank"]
+__all__ = ["Fired", "SimEngine", "SimRank"]
 
 _NUM_AUX_ROWS = 16
-
-
-class Input(msgspec.Struct, frozen=True):
-    """Something that every rank's scheduler is told in the same iteration.
-
-    verb: "arrive", "abort", "gone" (`value` is an incarnation), or what a scheduler asked for with
-    `SimRank.after`. `subject` is mostly a RequestSpec.
-    """
-
-    verb: str
-    subject: Any = None
-    value: Any = None
-
-
-class Scheduler(Protocol):
-    """What a user brings: one object per rank, which must decide from its arguments alone."""
-
-    def step(self, inputs: Sequence[Input], events: Sequence[EndpointEvent]) -> None:
-        """One iteration: what came in, and what the group agreed on."""
-
-    def num_free(self) -> tuple[int, int]:
-        """(pages, aux rows) that this rank's scheduler could give out now."""
-
-    def num_waiting(self) -> int:
-        """Requests that it has been told of and the endpoint has not."""
-
-
-class Host(Protocol):
-    """What ranks report to; the world."""
-
-    timeline: Timeline
-    network: SimNetwork
-    fabric: SimFabric
-    limits: Limits
-
-    def saw(self, rank: SimRank, event: EndpointEvent) -> None:
-        """A rank's scheduler is about to see an event."""
-
-    def iterated(self, engine: SimEngine) -> None:
-        """All ranks of an engine have done an iteration."""
-
-    def submitting(
-        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine
-    ) -> None:
-        """A decode rank is about to submit or announce."""
-
-    def mark_of(self, identity: Identity) -> int:
-        """The mark of an identity in its ranks' memory."""
-
-    def opened(self, rank: SimRank, handle: int, prompt: int) -> None:
-        """A prefill rank opened a room."""
-
-    def aborting(self, rank: SimRank, prompt: int, cause: str) -> None:
-        """A scheduler is about to give a request up."""
-
-    def ended(self, rank: SimRank, subject: Any, cause: str) -> None:
-        """A decode scheduler has seen an outcome; no cause: success."""
-
-    def unserved(self, rank: SimRank, subject: Any, handle: int) -> None:
-        """A prefill scheduler has seen a handle fail."""
-
-    def prompt_of(self, identity: Identity) -> int:
-        """Which prompt an identity was submitted for."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +52,14 @@ class SimRank:
     `stopped_until` freezes it, while its memory goes on being written by others.
     """
 
-    def __init__(self, engine: SimEngine, rank_id: int, *, skew: tuple[float, float]) -> None:
+    def __init__(
+        self,
+        engine: SimEngine,
+        rank_id: int,
+        *,
+        skew: tuple[float, float],
+        asleep: SimRank | None = None,
+    ) -> None:
         host, spec = engine.host, engine.spec
         self.engine = engine
         self.rank_id = rank_id
@@ -133,6 +75,21 @@ class SimRank:
         self._timeline = host.timeline
         self._is_due = False
         self._num_timers = 0
+        self._is_replaced = False
+        if asleep is None:
+            self._start()
+        else:
+            self._rise(asleep)
+        self._tick_s = self.node.core.tick_s / self.skew[1]
+        is_decode = spec.role == "decode"
+        self.endpoint: Any = DecodeEndpoint(self.node) if is_decode else PrefillEndpoint(self.node)
+        self.seen: list[EndpointEvent] = []
+        self.events: list[EndpointEvent] = []
+        self.scheduler: Scheduler
+
+    def _start(self) -> None:
+        """A process of its own."""
+        engine, host = self.engine, self.engine.host
         self.control = SimControl(host.network, self.address, self.wake)
         self.backend = SimBackend(
             host.fabric,
@@ -146,8 +103,8 @@ class SimRank:
         self.node = Node(
             backend=self.backend,
             control=self.control,
-            layout=spec.layout,
-            rank_id=rank_id,
+            layout=engine.spec.layout,
+            rank_id=self.rank_id,
             pool=self.memory.layout(self.aux),
             aux=self.aux,
             incarnation=engine.incarnation,
@@ -156,11 +113,17 @@ class SimRank:
             clock=self.clock,
             planner=engine.planner,
         )
-        is_decode = spec.role == "decode"
-        self.endpoint: Any = DecodeEndpoint(self.node) if is_decode else PrefillEndpoint(self.node)
-        self.seen: list[EndpointEvent] = []
-        self.events: list[EndpointEvent] = []
-        self.scheduler: Scheduler
+
+    def _rise(self, asleep: SimRank) -> None:
+        """A process that slept goes on, with other memory and under another incarnation."""
+        asleep._is_replaced = True
+        self.skew, self.key = asleep.skew, asleep.key
+        self.control, self.backend, self.node = asleep.control, asleep.backend, asleep.node
+        self.control.on_arrival = self.wake
+        self.backend.move(self.memory, self.aux, self.wake)
+        self.node.wake(
+            pool=self.memory.layout(self.aux), aux=self.aux, incarnation=self.engine.incarnation
+        )
 
     def clock(self) -> float:
         """This process's own idea of time."""
@@ -168,16 +131,21 @@ class SimRank:
 
     def wake(self) -> None:
         """Something is there for the node: let it take a step soon."""
-        if not self._is_due and not self.backend.is_dead:
+        if not self._is_due and not self.is_over:
             self._is_due = True
             when = self._timeline.now + self.nap_s + self.slowness_s
             if when < self.stopped_until:
                 when = self.stopped_until
             self._timeline.at(when, self._step)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether this life of the process has ended."""
+        return self._is_replaced or self.backend.is_dead
+
     def _step(self) -> None:
         self._is_due = False
-        if self.backend.is_dead:
+        if self.is_over:
             return
         if self._timeline.now < self.stopped_until:
             self.wake()
@@ -192,7 +160,7 @@ class SimRank:
         """Say which prompt a handle is for."""
         self.engine.host.opened(self, handle, prompt)
 
-    def submitting(self, identity: Identity, prompt: int, prefill: SimEngine) -> None:
+    def submitting(self, identity: Identity, prompt: int, prefill: SimEngine | None) -> None:
         """Say, before `submit` or `announce`, which prompt an identity is for."""
         self.engine.host.submitting(self, identity, prompt, prefill)
 
@@ -209,18 +177,24 @@ class SimRank:
         self.memory.expect(pages, content, mark, num_held)
         return num_held
 
-    def use(self, identity: Identity, pages: list[int], aux_index: int) -> None:
-        """A request succeeded and begins to run: all of it must be there."""
-        self.memory.check_pages(pages, "at Success")
+    def use(
+        self, identity: Identity, spec: Any, pages: list[int], aux_index: int, covered: int
+    ) -> None:
+        """A request succeeded and begins to run: its first `covered` tokens must be there, and
+        nothing else."""
+        content = self.memory.content(spec.prompt, spec.num_tokens, covered)
+        self.memory.check_pages(pages, content, "at Success")
         check_hand_over(self.aux, aux_index, identity, self.engine.host.prompt_of(identity))
 
     # -- for the world ---------------------------------------------------------------------------
 
     def tick(self) -> None:
-        """Wake the node often enough for its deadlines, for as long as it lives."""
-        if not self.backend.is_dead:
-            self.wake()
-            self._timeline.after(self.node.core.tick_s / self.skew[1], self.tick)
+        """Let the node take a step often enough for its deadlines, for as long as it lives."""
+        if self.is_over or not self.engine.host.has_ticks:
+            return
+        self._timeline.after(self._tick_s, self.tick)
+        if not self._is_due:
+            self.wake() if self.slowness_s else self._step()
 
     def after(self, delay_s: float, inputs: Input) -> None:
         """Ask for an input to all ranks after a while. Every rank asks alike; one is asked for."""
@@ -228,6 +202,10 @@ class SimRank:
         if self._num_timers > self.engine.num_timers:
             self.engine.num_timers += 1
             self._timeline.after(delay_s, self.engine.tell, inputs)
+
+    def look_again(self) -> None:
+        """An endpoint has news of its own making: no node will say so."""
+        self.after(self.engine.period_s, Input("look"))
 
     def compute_after(
         self, delay_s: float, pages: list[int], content: Any, where: range
@@ -263,6 +241,7 @@ class SimEngine:
         skews: Sequence[tuple[float, float]],
         max_runs_per_post: int,
         nap_s: float,
+        asleep: SimEngine | None = None,
     ) -> None:
         self.host = host
         self.index = index
@@ -274,19 +253,29 @@ class SimEngine:
         self.nap_s = nap_s
         self.incarnation = bytes((index + 1, life)) * 8
         self.is_alive = True
+        self.is_admitting = True
+        self.is_buried = False
         self.num_timers = 0
         self.period_s = 0.001
         self._inputs: list[Input] = []
         self._is_due = False
         self._num_behind = 0
-        self.ranks = [
-            SimRank(self, rank_id, skew=skews[rank_id])
+        self.ranks: list[SimRank] = [
+            SimRank(
+                self,
+                rank_id,
+                skew=skews[rank_id],
+                asleep=None if asleep is None else asleep.ranks[rank_id],
+            )
             for rank_id in range(spec.layout.parallel.num_ranks)
         ]
         self.record = EngineRecord(
             incarnation=self.incarnation,
             layout=spec.layout,
             addresses=tuple(rank.address for rank in self.ranks),
+            engine_id=spec.role,
+            dp_rank=index if spec.layout.parallel.dp_size > 1 else 0,
+            generation=life,
         )
         for rank in self.ranks:
             rank.scheduler = scheduler(rank)
@@ -296,6 +285,15 @@ class SimEngine:
     def has_inputs(self) -> bool:
         """Whether an iteration is due or under way."""
         return bool(self._is_due or self._num_behind)
+
+    def is_drained(self) -> bool:
+        """Whether nothing is live or in use any more, so that the engine may sleep."""
+        drained = [rank.endpoint.drain() for rank in self.ranks]
+        return all(drained) and all(
+            rank.scheduler.num_free() == (rank.memory.num_pages, rank.aux.num_rows)
+            and not rank.scheduler.num_waiting()
+            for rank in self.ranks
+        )
 
     def tell(self, inputs: Input) -> None:
         """Something for all schedulers, in the next iteration."""
@@ -353,7 +351,7 @@ class SimEngine:
 
     def die(self) -> None:
         """All processes are killed at once. What they had posted may still land."""
-        self.is_alive = False
+        self.is_alive = self.is_admitting = False
         for rank in self.ranks:
             rank.backend.is_dead = True
             rank.control.close()

@@ -122,6 +122,11 @@ class SimBackend:
     def deregister(self, regions: Sequence[MemoryRegion]) -> None:
         """As in a real engine, this stops nothing."""
 
+    def move(self, memory: RankMemory, aux: AuxBuffers, on_arrival: Callable[[], None]) -> None:
+        """The process has other memory now. What still comes for the former is out of bounds."""
+        self.memory, self.aux, self._aux_base = memory, aux, aux.base
+        self._on_arrival = on_arrival
+
     def metadata(self) -> bytes:
         """The key of this rank's life."""
         return _NAME + self.key.encode()
@@ -149,7 +154,8 @@ class SimBackend:
             fabric.timeline.after(0.001, self._on_arrival)
             return None
         self._num_posts += 1
-        rows = list(zip(*(column.tolist() for column in runs), strict=True))
+        src, dst, nbytes = runs
+        rows = list(zip(src.tolist(), dst.tolist(), nbytes.tolist(), strict=True))
         write = _Write(self._num_posts, peer, rows, notification, fault)
         self.num_in_flight += 1
         self.num_on_wire += 1
@@ -165,7 +171,7 @@ class SimBackend:
         if fault:
             fabric.effects[fault] += 1
         if fault == "late":
-            land += delays.late_s
+            land += delays.late_s * rng.choice((0.1, 0.2, 1.0))
         if fault in ("failed", "half_failed", "unsettled"):
             fabric.blame(self, write.peer, _identity(write.notification), fault)
         if fault == "failed":
@@ -240,15 +246,14 @@ class SimBackend:
         if write.num_landed < until:
             identity = _identity(note)
             mark = 0 if identity is None else fabric.mark_of(target.key, identity)
-            for src, dst, nbytes in write.runs[write.num_landed : until]:
-                self._copy(target, identity, mark, src, dst, nbytes)
+            self._copy(target, identity, mark, write.runs[write.num_landed : until])
         write.num_landed = max(write.num_landed, until)
         if not is_end:
             return
         if note and write.fault != "lost":
             target._tell(note)
         if note and write.fault == "doubled":
-            fabric.timeline.after(self._rng.random() * 0.02, target._tell, note)
+            fabric.timeline.after(self._rng.random() * 0.04, target._tell, note)
         delay = self._rng.random() * fabric.delays.completion_jitter_s
         fabric.timeline.after(delay, self._complete, write, "", True)
 
@@ -257,24 +262,31 @@ class SimBackend:
         target: SimBackend,
         identity: Identity | None,
         mark: int,
-        src: int,
-        dst: int,
-        nbytes: int,
+        runs: list[tuple[int, int, int]],
     ) -> None:
         memory, mine = target.memory, self.memory
-        if memory.base <= dst and dst + nbytes <= memory.end:
-            at = src - mine.base
-            if not 0 <= at <= mine.nbytes - nbytes:
+        base, end, owner = memory.base, memory.end, memory.owner
+        source, source_base, source_nbytes = mine.data, mine.base, mine.nbytes
+        for src, dst, nbytes in runs:
+            if dst < base or dst + nbytes > end:
+                self._copy_row(target, identity, src, dst, nbytes)
+                continue
+            at = src - source_base
+            if not 0 <= at <= source_nbytes - nbytes:
                 raise Violation("bytes", "KV is written from outside of the writer's pool")
-            data = bytes(mine.data[at : at + nbytes])
+            place = dst - base
             if identity is None:  # a part without a notification: the bytes say whose they are
-                mark = memory.owner[dst - memory.base] & 127
-            memory.land(dst - memory.base, data, mark)
-            return
+                mark = owner[place] & 127
+            memory.land(place, source[at : at + nbytes], mark)
+
+    @staticmethod
+    def _copy_row(
+        target: SimBackend, identity: Identity | None, src: int, dst: int, nbytes: int
+    ) -> None:
         row, rest = divmod(dst - target._aux_base, target.aux.row_nbytes)
         if rest or nbytes != target.aux.row_nbytes or not 0 <= row < target.aux.num_rows:
             raise Violation("bytes", "a write outside of the target's pool and aux rows")
-        if identity is None or memory.rows.get(row) != identity:
+        if identity is None or target.memory.rows.get(row) != identity:
             raise Violation("ownership", f"{identity} writes aux row {row}, which is not its own")
         if target.aux.read_stamp(row) is not None:
             raise Violation("ownership", f"{identity} writes aux row {row} a second time")

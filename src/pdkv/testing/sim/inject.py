@@ -35,7 +35,11 @@ def inject(world: World, fault: Fault) -> None:
         _cut(world, fault, one, two)
     elif fault.kind in ("crash", "restart"):
         world.effects[fault.kind] += 1
-        world.kill(one, restart_after_s=fault.duration_s if fault.kind == "restart" else None)
+        world.operator.kill(
+            one, restart_after_s=fault.duration_s if fault.kind == "restart" else None
+        )
+    elif fault.kind == "sleep":
+        world.operator.put_to_sleep(one, fault.duration_s)
     elif fault.kind == "stop":
         _stop(world, fault, one, rank)
     elif fault.kind == "data_stall":

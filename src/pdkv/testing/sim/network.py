@@ -123,7 +123,7 @@ class SimControl:
     def __init__(self, network: SimNetwork, address: str, on_arrival: Callable[[], None]) -> None:
         self.address = address
         self._network = network
-        self._on_arrival = on_arrival
+        self.on_arrival = on_arrival
         self._frames: deque[bytes] = deque()
         self._is_closed = False
         network.attach(self)
@@ -131,7 +131,7 @@ class SimControl:
     def put(self, frame: bytes) -> None:
         """A frame arrives."""
         self._frames.append(frame)
-        self._on_arrival()
+        self.on_arrival()
 
     def send(self, address: str, frame: bytes) -> bool:
         """Hand a frame to the network; False when the way there is full."""
@@ -146,7 +146,7 @@ class SimControl:
             taken = list(frames)
             frames.clear()
             return taken
-        self._on_arrival()  # the rest needs another step
+        self.on_arrival()  # the rest needs another step
         return [frames.popleft() for _ in range(max_frames)]
 
     def wait(self, timeout_s: float) -> None:
@@ -155,7 +155,7 @@ class SimControl:
     def wake(self) -> None:
         """Something is due on this rank."""
         if not self._is_closed:
-            self._on_arrival()
+            self.on_arrival()
 
     def forget(self, address: str) -> None:
         """Nothing to close: there is no socket."""

@@ -111,9 +111,9 @@ class _Template(NamedTuple):
     """The runs of one tag: of which local page each is, and where in it, from the pool's base."""
 
     src_page: _Ids
-    src_at: npt.NDArray[np.uint64]
+    src_at: npt.NDArray[np.int64]
     dst_page: _Ids
-    dst_at: npt.NDArray[np.uint64]
+    dst_at: npt.NDArray[np.int64]
     nbytes: npt.NDArray[np.uint64]
 
 
@@ -125,7 +125,7 @@ class _Templates:
         self._pools = (src_pool, dst_pool)
         self._kept: dict[tuple[Tag, int, int], _Template] = {}
         self.strides = tuple(
-            np.uint64(pool.components[0].fields[0].page_stride) if pool.components else np.uint64(0)
+            np.int64(pool.components[0].fields[0].page_stride) if pool.components else np.int64(0)
             for pool in self._pools
         )
 
@@ -161,7 +161,7 @@ def _split(addresses: npt.NDArray[np.uint64], pool: PoolLayout) -> tuple[_Ids, A
     at = addresses.astype(np.int64)
     plane = starts[np.searchsorted(starts, at, side="right") - 1]
     page_id = (at - plane) // stride
-    return page_id // 2, (at - page_id * stride - base).astype(np.uint64)
+    return page_id // 2, at - page_id * stride - base
 
 
 class _SimRoute(Route):
@@ -170,8 +170,8 @@ class _SimRoute(Route):
     def __init__(self, templates: _Templates, src_pool: PoolLayout, dst_pool: PoolLayout) -> None:
         self._templates = templates
         self._src_pool, self._dst_pool = src_pool, dst_pool
-        self._src_base = np.uint64(src_pool.regions[0].address)
-        self._dst_base = np.uint64(dst_pool.regions[0].address)
+        self._src_base = np.int64(src_pool.regions[0].address)
+        self._dst_base = np.int64(dst_pool.regions[0].address)
 
     def plan(  # type: ignore[override]
         self,
@@ -186,10 +186,10 @@ class _SimRoute(Route):
             tag, decode_prefix_len, num_tokens, len(src_page_ids), len(dst_page_ids)
         )
         src_stride, dst_stride = self._templates.strides
-        src_ids = src_page_ids[template.src_page].astype(np.uint64)
-        dst_ids = dst_page_ids[template.dst_page].astype(np.uint64)
-        return Runs(
-            template.src_at + (src_ids * src_stride + self._src_base),
-            template.dst_at + (dst_ids * dst_stride + self._dst_base),
-            template.nbytes,
-        )
+        src = src_page_ids.take(template.src_page) * src_stride
+        src += template.src_at
+        src += self._src_base
+        dst = dst_page_ids.take(template.dst_page) * dst_stride
+        dst += template.dst_at
+        dst += self._dst_base
+        return Runs(src.view(np.uint64), dst.view(np.uint64), template.nbytes)

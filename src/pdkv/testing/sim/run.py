@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import gc
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pdkv.testing.sim.draw import draw, layouts
 from pdkv.testing.sim.memory import Violation
 from pdkv.testing.sim.planner import SimPlanner
-from pdkv.testing.sim.scenario import Scenario, draw, layouts
+from pdkv.testing.sim.scenario import FAULT_KINDS, Scenario
 from pdkv.testing.sim.shrink import shrink
 from pdkv.testing.sim.world import Result, Schedulers, World
 
@@ -70,7 +71,8 @@ class Report:
 
 
 class Simulator:
-    """Runs seeds. `schedulers` by role, `pairs` as `layouts()` gives them; each has a default.
+    """Runs seeds. `schedulers` by role, `pairs` as `layouts()` gives them, `kinds` of faults: each
+    has a default.
 
     Every 32nd seed asks the real planner for every tag; the others use plans from templates.
     """
@@ -81,16 +83,18 @@ class Simulator:
         schedulers: Schedulers | None = None,
         pairs: tuple[Any, ...] | None = None,
         with_faults: bool = True,
+        kinds: Collection[str] = FAULT_KINDS,
     ) -> None:
         self._schedulers = schedulers
         self._pairs = pairs or layouts()
         self._with_faults = with_faults
+        self._kinds = kinds
         self._planner = SimPlanner()
         self._exact = SimPlanner(exact=True)
 
     def scenario(self, seed: int) -> Scenario:
         """What a seed stands for."""
-        return draw(seed, self._pairs, with_faults=self._with_faults)
+        return draw(seed, self._pairs, with_faults=self._with_faults, kinds=self._kinds)
 
     def play(self, scenario: Scenario) -> Result:
         """Run one scenario; Violation when a rule is broken."""

@@ -25,7 +25,8 @@ from pdkv.endpoint import (
     Succeeded,
 )
 from pdkv.protocol import Identity
-from pdkv.testing.sim.engine import Input, SimEngine, SimRank
+from pdkv.testing.sim.engine import SimEngine, SimRank
+from pdkv.testing.sim.host import Input
 from pdkv.testing.sim.scenario import RequestSpec
 
 __all__ = ["DecodeScheduler", "PrefillScheduler"]
@@ -80,6 +81,7 @@ class PrefillScheduler:
         self._by_room: dict[int, _Serving] = {}
         self._waiting: deque[RequestSpec] = deque()  # their room is live yet
         self._short: deque[_Serving] = deque()  # pages are short
+        self._is_draining = False
 
     def num_free(self) -> tuple[int, int]:
         """(pages, aux rows) free here."""
@@ -104,6 +106,10 @@ class PrefillScheduler:
                 self._abandon(item.subject, item.value)
             elif item.verb == "gone":
                 self.endpoint.declare_gone(item.value)
+            elif item.verb == "drain":
+                self._is_draining = self.endpoint.drain() or True
+        if self._is_draining:
+            self._waiting.clear()  # decode hears of it from the endpoint
         for _ in range(len(self._waiting)):
             self._open(self._waiting.popleft())
         while self._short and self._begin(self._short[0]):
@@ -131,10 +137,12 @@ class PrefillScheduler:
         if earlier is not None and not earlier.is_over:
             self._waiting.append(spec)
             return
-        handle = self.endpoint.open(spec.room, spec.num_tokens)
+        handle = self.endpoint.open(spec.room, spec.num_tokens, fake=spec.fake == "prefill")
         serving = _Serving(spec, handle)
         self._by_handle[handle.id] = self._by_room[spec.room] = serving
         self.rank.opened(handle.id, spec.prompt)
+        if spec.fake:
+            self.rank.look_again()
         if spec.eager:
             self._short.append(serving)
 
@@ -160,7 +168,8 @@ class PrefillScheduler:
             return
         spec, rank = serving.spec, self.rank
         start = serving.num_computed
-        stop = min(start + spec.compute_tokens, spec.num_tokens)
+        end = spec.stops_at or spec.num_tokens
+        stop = min(start + spec.compute_tokens, end)
         if spec.outcome == Outcome.FAILED and (start or stop == spec.num_tokens):
             cause = f"prefill can't serve prompt {spec.prompt}"
             rank.engine.host.aborting(rank, spec.prompt, cause)
@@ -180,7 +189,7 @@ class PrefillScheduler:
             ready=rank.compute_after(spec.ready_s, serving.pages, serving.content, where),
         )
         serving.num_computed = stop
-        if stop < spec.num_tokens:
+        if stop < end:
             rank.after(spec.compute_s, Input("computed", handle_id))
             return
         if spec.evicts and spec.is_late and self.endpoint.evict(serving.handle):
@@ -189,6 +198,8 @@ class PrefillScheduler:
             return
         rank.aux.write(serving.aux_index, first_token=spec.prompt)
         self.endpoint.finish(serving.handle, Outcome(spec.outcome), aux_index=serving.aux_index)
+        if spec.fake:
+            rank.look_again()
 
     def _abort(self, spec: RequestSpec, cause: str) -> None:
         serving = self._by_room.get(spec.room)
@@ -218,7 +229,7 @@ class _Receiving:
     """A request at decode, from `submit` to the last use of its pages."""
 
     spec: RequestSpec
-    prefill: SimEngine
+    prefill: SimEngine | None
     identity: Identity
     pages: list[int] = field(default_factory=list)
     aux_index: int = -1
@@ -235,8 +246,9 @@ class DecodeScheduler:
         self._pages = _Pages(rank)
         self._attempt = 0
         self._live: dict[Any, _Receiving] = {}
-        self._waiting: deque[tuple[RequestSpec, SimEngine]] = deque()
+        self._waiting: deque[tuple[RequestSpec, SimEngine | None]] = deque()
         self._short: deque[_Receiving] = deque()  # announced and computed; pages are short
+        self._is_draining = False
 
     def num_free(self) -> tuple[int, int]:
         """(pages, aux rows) free here."""
@@ -261,14 +273,23 @@ class DecodeScheduler:
                 self._give_back(item_live)
             elif item.verb == "gone":
                 self.endpoint.declare_gone(item.value)
+            elif item.verb == "drain":
+                self._is_draining = self.endpoint.drain() or True
+        if self._is_draining:
+            self._turn_away()
         while self._short and self._allocate(self._short[0]):
             self._short.popleft()
         while self._waiting and self._submit(*self._waiting[0]):
             self._waiting.popleft()
 
-    def _submit(self, spec: RequestSpec, prefill: SimEngine) -> bool:
+    def _turn_away(self) -> None:
+        while self._waiting:
+            spec, _ = self._waiting.popleft()
+            self.rank.engine.host.ended(self.rank, spec, "the decode engine drains")
+
+    def _submit(self, spec: RequestSpec, prefill: SimEngine | None) -> bool:
         rank = self.rank
-        if spec.is_late:
+        if spec.is_late and prefill is not None:
             self._announce(spec, prefill)
             return True
         pages = self._pages.take(spec.num_tokens)
@@ -279,18 +300,23 @@ class DecodeScheduler:
         self._attempt += 1
         identity = Identity(spec.room, self._attempt, rank.engine.incarnation)
         rank.submitting(identity, spec.prompt, prefill)
-        num_held = rank.expect(identity, spec, prefill, pages)
-        rank.memory.rows[row] = identity
+        num_held = 0
+        if prefill is not None:  # into a fake one's memory nobody may write
+            num_held = rank.expect(identity, spec, prefill, pages)
+            rank.memory.rows[row] = identity
         live = self._live[identity] = _Receiving(spec, prefill, identity, pages, row)
         self.endpoint.submit(
             room=spec.room,
             attempt=self._attempt,
-            prefill=prefill.record,
+            prefill=prefill.record if prefill is not None else None,
             num_tokens=spec.num_tokens,
             decode_prefix_len=spec.prefix,
             page_ids=live.pages[num_held:],
             aux_index=row,
+            fake=prefill is None,
         )
+        if prefill is None:
+            rank.look_again()
         return True
 
     def _announce(self, spec: RequestSpec, prefill: SimEngine) -> None:
@@ -315,6 +341,7 @@ class DecodeScheduler:
         row = rank.aux.alloc()
         assert row is not None
         live.aux_index = row
+        assert live.prefill is not None
         num_held = rank.expect(live.identity, spec, live.prefill, live.pages)
         rank.memory.rows[row] = live.identity
         self.endpoint.allocate(
@@ -328,8 +355,9 @@ class DecodeScheduler:
     def _on_event(self, event: EndpointEvent) -> None:
         live = self._live[event.key]
         match event:
-            case Succeeded():
-                self.rank.use(live.identity, live.pages, live.aux_index)
+            case Succeeded(num_tokens=covered):
+                if not live.spec.fake:
+                    self.rank.use(live.identity, live.spec, live.pages, live.aux_index, covered)
                 self.rank.engine.host.ended(self.rank, live.spec, "")
                 if live.spec.hold_s:
                     self.rank.after(live.spec.hold_s, Input("used", event.key))
@@ -358,7 +386,7 @@ class DecodeScheduler:
             if not live.pages:
                 return  # announced only
             self.rank.memory.forget(live.pages)
-            del self.rank.memory.pages[live.identity]
-            del self.rank.memory.rows[live.aux_index]
+            self.rank.memory.pages.pop(live.identity, None)
+            self.rank.memory.rows.pop(live.aux_index, None)
             self._pages.give_back(live.pages, live.spec.num_tokens)
             self.rank.aux.free(live.aux_index)

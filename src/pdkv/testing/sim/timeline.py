@@ -24,7 +24,9 @@ class Timeline:
     def at(self, when: float, call: Callable[..., object], *arguments: Any) -> None:
         """Call it at a moment; a moment that is over means now."""
         self._count += 1
-        heapq.heappush(self._heap, (max(self.now, when), self._count, call, arguments))
+        if when < self.now:
+            when = self.now
+        heapq.heappush(self._heap, (when, self._count, call, arguments))
 
     def after(self, delay_s: float, call: Callable[..., object], *arguments: Any) -> None:
         """Call it so many seconds from now."""

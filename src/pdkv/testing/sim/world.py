@@ -1,4 +1,4 @@
-"""A simulated world: engines, a router, an operator, faults, and the run to its end.
+"""A simulated world: engines, a router, faults, and the run to its end.
 
 `run(scenario)` gives a `Result`, or raises `Failure` with the first broken rule. Layer 6.
 """
@@ -14,11 +14,15 @@ from typing import Any
 from pdkv.endpoint import Succeeded
 from pdkv.protocol import Identity
 from pdkv.testing.sim.checkers import Checkers, Trouble, check_idle
-from pdkv.testing.sim.engine import Input, Scheduler, SimEngine, SimRank
+from pdkv.testing.sim.engine import SimEngine, SimRank
 from pdkv.testing.sim.fabric import Delays, SimBackend, SimFabric
+from pdkv.testing.sim.host import Input, Scheduler
 from pdkv.testing.sim.inject import inject
+from pdkv.testing.sim.memory import Violation
 from pdkv.testing.sim.network import SimNetwork
+from pdkv.testing.sim.operator import Operator
 from pdkv.testing.sim.planner import SimPlanner
+from pdkv.testing.sim.routes import Routes
 from pdkv.testing.sim.scenario import RequestSpec, Scenario
 from pdkv.testing.sim.schedulers import DecodeScheduler, PrefillScheduler
 from pdkv.testing.sim.timeline import Timeline
@@ -29,6 +33,8 @@ Schedulers = Mapping[str, Callable[[SimRank], Scheduler]]
 """By role ("prefill", "decode"): what makes a rank's scheduler."""
 
 _RETRY_S = 0.02
+_DOWN_S = 0.06
+_MOST_TRIES = 4
 
 
 @dataclass
@@ -73,17 +79,22 @@ class World:
         self._schedulers = schedulers or {"prefill": PrefillScheduler, "decode": DecodeScheduler}
         self._marks: dict[Identity, int] = {}
         self._tries: Counter[int] = Counter()
-        self._live: set[int] = set()  # prompts that live at decode, or are on their way there
+        self.live: set[int] = set()  # prompts that live at decode, or are on their way there
         self._over: set[tuple[int, int]] = set()  # tries that decode has given up
-        self._seen: set[Any] = set()
-        self._num_due = 0  # inputs on their way to an engine
+        self.seen: set[Any] = set()
+        self.operator = Operator(self)
+        self._routes = Routes()
+        self.specs = {spec.prompt: spec for spec in scenario.requests}
+        self.num_due = 0  # inputs on their way to an engine
         self._is_done = False
+        self.has_ticks = True
         self._lives: Counter[int] = Counter()
         self._skews = random.Random(f"{scenario.seed}/skew")
         self.has_skew = any(fault.kind == "clock_skew" for fault in scenario.faults)
-        self.engines: list[SimEngine] = [self._make(i) for i in range(len(scenario.engines))]
+        self.engines: list[SimEngine] = [self.make(i) for i in range(len(scenario.engines))]
 
-    def _make(self, index: int) -> SimEngine:
+    def make(self, index: int, asleep: SimEngine | None = None) -> SimEngine:
+        """Another life of an engine: of fresh processes, or of those that sleep."""
         spec = self.scenario.engines[index]
         self._lives[index] += 1
         rng = self._skews
@@ -91,7 +102,7 @@ class World:
             (rng.uniform(0, 100), rng.uniform(0.9, 1.1)) if self.has_skew else (0.0, 1.0)
             for _ in range(spec.layout.parallel.num_ranks)
         ]
-        return SimEngine(
+        engine = SimEngine(
             self,
             index,
             spec,
@@ -102,20 +113,23 @@ class World:
             skews=skews,
             max_runs_per_post=self.scenario.max_runs_per_post,
             nap_s=self.scenario.nap_s,
+            asleep=asleep,
         )
+        if spec.role == "prefill":
+            self._routes.put(engine.record)
+        return engine
 
     # -- the run ---------------------------------------------------------------------------------
 
     def run(self) -> Result:
         """Until every request is over and released everywhere; Violation if a rule is broken."""
         scenario, timeline = self.scenario, self.timeline
-        prompts = {spec.prompt for spec in scenario.requests}
         for spec in scenario.requests:
             self.checkers.roots[spec.prompt] = set()
             same = [s.prompt for s in scenario.requests if s.room == spec.room]
             self.checkers.rooms[spec.prompt] = same
-            if spec.follows not in prompts:
-                self._num_due += 1
+            if spec.follows not in self.specs:
+                self.num_due += 1
                 timeline.at(spec.at_s, self._arrive, spec)
         for fault in scenario.faults:
             timeline.at(fault.at_s, inject, self, fault)
@@ -132,7 +146,7 @@ class World:
         """Now and then: is anything overdue, and is everything over?"""
         self.checkers.overdue(self.timeline.now)
         alive = [engine for engine in self.engines if engine.is_alive]
-        self._is_done = not self._num_due and not any(
+        self._is_done = not self.num_due and not any(
             engine.has_inputs
             or engine.ranks[0].endpoint.num_live
             or engine.ranks[0].scheduler.num_waiting()
@@ -143,9 +157,12 @@ class World:
 
     def _finish(self) -> None:
         self.checkers.conclude(self.timeline.now)
-        until = self.timeline.now + 0.3  # nothing comes after the end, either
-        while self.timeline.step(until):
-            pass
+        # Nothing comes after the end, either: of the nodes for a while, of the wires for longer.
+        for seconds in (0.06, 0.3):
+            until = self.timeline.now + seconds
+            while self.timeline.step(until):
+                pass
+            self.has_ticks = False
         for engine in self.engines:
             if engine.is_alive:
                 check_idle(engine)
@@ -156,7 +173,9 @@ class World:
             num_deliveries=self.network.num_delivered + self.fabric.num_delivered,
             num_requests=len(self.scenario.requests),
             num_succeeded=sum(
-                isinstance(a.key, Identity) and a.outcome == "Succeeded" for a in attempts
+                a.outcome == "Succeeded"
+                and (isinstance(a.key, Identity) or self.specs[a.prompt].fake == "prefill")
+                for a in attempts
             ),
             virtual_s=self.timeline.now,
             effects=self.effects + self.network.effects + self.fabric.effects,
@@ -166,16 +185,19 @@ class World:
 
     def _arrive(self, spec: RequestSpec) -> None:
         """Both engines hear of a request, prefill perhaps earlier or later."""
-        self._num_due -= 1
+        self.num_due -= 1
         self._tries[spec.prompt] += 1
         decode, prefill = self.engines[spec.decode], self.engines[spec.prefill]
-        if not decode.is_alive or not prefill.is_alive:
-            self._free_room(spec)
+        if spec.fake:
+            self._arrive_alone(spec, decode if spec.fake == "decode" else prefill)
             return
-        self._live.add(spec.prompt)
+        if not decode.is_admitting or not prefill.is_admitting:
+            self._put_off(spec)
+            return
+        self.live.add(spec.prompt)
         early = min(0.0, spec.open_after_s)
-        self._tell(-early, decode, Input("arrive", spec, prefill))
-        self._num_due += 1
+        self._tell(-early, decode, Input("arrive", spec, self._route(spec.room, prefill)))
+        self.num_due += 1
         self.timeline.after(
             spec.open_after_s - early, self._open, prefill, spec, self._tries[spec.prompt]
         )
@@ -187,9 +209,29 @@ class World:
                 after_s, decode if side == "decode" else prefill, Input("abort", spec, cause)
             )
 
+    def _put_off(self, spec: RequestSpec) -> None:
+        """An engine is down: the router waits for it, though not for long."""
+        if self._tries[spec.prompt] > _MOST_TRIES:
+            self._free_room(spec)
+            return
+        self.num_due += 1
+        self.timeline.after(_DOWN_S, self._arrive, spec)
+
+    def _route(self, room: int, chosen: SimEngine) -> SimEngine:
+        """The prefill group that decode resolves a room to: the one that the router has chosen,
+        by its own word."""
+        life = self._routes.find(room, chosen.record, self.timeline.now)
+        return next(engine for engine in self.engines if engine.incarnation == life)
+
+    def _arrive_alone(self, spec: RequestSpec, engine: SimEngine) -> None:
+        """No peer will ever hear of it."""
+        if engine.is_admitting:
+            self.effects["fake"] += 1
+            engine.tell(Input("arrive", spec))
+
     def _open(self, prefill: SimEngine, spec: RequestSpec, num_tries: int) -> None:
         """Prefill hears of it, unless decode has given it up meanwhile."""
-        self._num_due -= 1
+        self.num_due -= 1
         if spec.is_lost and num_tries == 1:
             self.effects["open_lost"] += 1
             self.checkers.roots[spec.prompt].add("first bytes")
@@ -199,11 +241,11 @@ class World:
             prefill.tell(Input("arrive", spec))
 
     def _tell(self, delay_s: float, engine: SimEngine, inputs: Input) -> None:
-        self._num_due += 1
+        self.num_due += 1
         self.timeline.after(delay_s, self._told, engine, inputs)
 
     def _told(self, engine: SimEngine, inputs: Input) -> None:
-        self._num_due -= 1
+        self.num_due -= 1
         if engine.is_alive:
             engine.tell(inputs)
 
@@ -211,20 +253,22 @@ class World:
         """A request is over at decode: what follows in its room may come, or it is tried again."""
         spec = subject
         key = (rank.engine.incarnation, spec.prompt, self._tries[spec.prompt])
-        if key in self._seen:
+        if key in self.seen or spec.fake:
             return
-        self._seen.add(key)
-        self._conclude(spec, cause)
+        self.seen.add(key)
+        self.conclude(spec, cause)
 
-    def _conclude(self, spec: RequestSpec, cause: str) -> None:
-        self._live.discard(spec.prompt)
+    def conclude(self, spec: RequestSpec, cause: str) -> None:
+        """Decode is done with a try, or is no more."""
+        self.live.discard(spec.prompt)
         self._over.add((spec.prompt, self._tries[spec.prompt]))
         # Prefill may never have heard of it, or twice: then nobody would ask for the room again.
-        text = cause or "decode has it already"
+        # In the router's own words: decode's cause must stand for itself.
+        text = f"the router gave prompt {spec.prompt} up"
         self._tell(0.002, self.engines[spec.prefill], Input("abandon", spec, text))
         if cause and self._tries[spec.prompt] <= spec.retries:
             self.effects["retry"] += 1
-            self._num_due += 1
+            self.num_due += 1
             self.timeline.after(_RETRY_S, self._arrive, spec)
         else:
             self._free_room(spec)
@@ -232,13 +276,13 @@ class World:
     def unserved(self, rank: SimRank, subject: RequestSpec, handle: int) -> None:
         """A handle failed. If it was for an earlier try, or for none, decode still waits."""
         spec, key = subject, (rank.engine.incarnation, handle)
-        if key in self._seen or spec.prompt not in self._live:
+        if key in self.seen or spec.prompt not in self.live:
             return
-        self._seen.add(key)
+        self.seen.add(key)
         attempt = self.checkers.attempts[key]
         newest = self.checkers.newest(spec.prompt)
         if newest is not None and attempt.serves != newest.key and not newest.outcome:
-            self._num_due += 1
+            self.num_due += 1
             self.timeline.after(0.001, self._open, rank.engine, spec, self._tries[spec.prompt])
 
     def _free_room(self, spec: RequestSpec) -> None:
@@ -246,7 +290,7 @@ class World:
         later = next((s for s in self.scenario.requests if s.follows == spec.prompt), None)
         if later is None:
             return
-        self._num_due += 1
+        self.num_due += 1
         if self.checkers.is_settled(spec.prompt):
             self.effects["room_reused"] += 1
             self.timeline.after(0.005, self._arrive, later)
@@ -254,39 +298,16 @@ class World:
             self.timeline.after(0.01, self._free_again, spec)
 
     def _free_again(self, spec: RequestSpec) -> None:
-        self._num_due -= 1
+        self.num_due -= 1
         self._free_room(spec)
 
-    # -- the operator ----------------------------------------------------------------------------
+    # -- what stands in the way ------------------------------------------------------------------
 
     def trouble(self, kind: str, until: float, one: SimEngine, two: SimEngine | None) -> None:
         """Something stands in the way of requests of these engines (of one, where two is None)."""
         now = self.timeline.now
         other = None if two is None else two.index
         self.checkers.troubles.append(Trouble(kind, now, until, one.index, other))
-
-    def kill(self, engine: SimEngine, *, restart_after_s: float | None) -> None:
-        """All processes of an engine die; once nothing of them is on a wire, they are declared
-        gone. Perhaps the engine comes back, at the same addresses."""
-        engine.die()
-        self.trouble("crash", self.timeline.now + 1.0, engine, None)
-        self.timeline.after(0.6, self._declare, engine)
-        if restart_after_s is not None:
-            self.timeline.after(restart_after_s, self._restart, engine.index)
-        for spec in self.scenario.requests:
-            if spec.prompt in self._live and self.engines[spec.decode] is engine:
-                self._conclude(spec, "decode has crashed")
-
-    def _restart(self, index: int) -> None:
-        self.engines[index] = self._make(index)
-
-    def _declare(self, dead: SimEngine) -> None:
-        if any(rank.backend.num_on_wire for rank in dead.ranks):
-            self.timeline.after(0.1, self._declare, dead)
-            return
-        for engine in self.engines:
-            if engine.is_alive:
-                engine.tell(Input("gone", None, dead.incarnation))
 
     def _blame_write(
         self, backend: SimBackend, peer: str, identity: Identity | None, fault: str
@@ -297,14 +318,10 @@ class World:
             attempt.blames.add(fault)
         else:
             self.trouble(fault, self.timeline.now, writer, self._engine_of(peer))
-        if fault == "unsettled" and (writer, "unsettled") not in self._seen:
+        if fault == "unsettled" and (writer, "unsettled") not in self.seen:
             # Only its process could prove these writes over, and it can't: an operator ends it.
-            self._seen.add((writer, "unsettled"))
-            self.timeline.after(1.0, self._end, writer)
-
-    def _end(self, engine: SimEngine) -> None:
-        if engine.is_alive:
-            self.kill(engine, restart_after_s=0.05)
+            self.seen.add((writer, "unsettled"))
+            self.timeline.after(1.0, self.operator.end, writer)
 
     def _engine_of(self, key: str) -> SimEngine:
         name = key.split(".")[0]
@@ -313,13 +330,14 @@ class World:
     # -- what ranks report -----------------------------------------------------------------------
 
     def submitting(
-        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine
+        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine | None
     ) -> None:
-        """A decode rank is about to submit or announce."""
+        """A decode rank is about to submit or announce; no prefill engine: a fake one."""
         attempt = self.checkers.start(identity, prompt, rank.engine, self.timeline.now)
-        attempt.peer = prefill.index
-        if not prefill.is_alive:
-            attempt.blames.add("prefill is dead")
+        if prefill is not None:
+            attempt.peer = prefill.index
+            if not prefill.is_alive:
+                attempt.blames.add("prefill is dead")
 
     def mark_of(self, identity: Identity) -> int:
         """The mark of an identity in its ranks' memory."""
@@ -340,18 +358,35 @@ class World:
 
     def saw(self, rank: SimRank, event: Any) -> None:
         """A rank's scheduler is about to see an event."""
-        self.checkers.saw(rank, event, self.timeline.now)
-        if isinstance(event, Succeeded) and event.handle:
-            self._check_arrived(rank, event.key)
+        attempt = self.checkers.saw(rank, event, self.timeline.now)
+        if isinstance(event, Succeeded):
+            self._check_covered(rank, event, attempt.prompt)
+            if event.handle:
+                self._check_arrived(event)
 
-    def _check_arrived(self, rank: SimRank, key: Any) -> None:
+    def _check_covered(self, rank: SimRank, event: Succeeded, prompt: int) -> None:
+        """Both sides hear how prefill ended it, and how much of the prompt decode has."""
+        spec = self.specs[prompt]
+        want = spec.num_tokens
+        if spec.stops_at:
+            src, dst = self.engines[spec.prefill].spec.layout, self.engines[spec.decode].spec.layout
+            grid = self.planner(src, dst).grid
+            want = max(spec.stops_at // grid * grid, spec.prefix)
+        told = (int(event.outcome), event.num_tokens)
+        if not spec.fake and told != (spec.outcome, want):
+            raise Violation("hand-over", f"{rank.key} hears {told} of {spec}")
+
+    def _check_arrived(self, event: Succeeded) -> None:
         """What prefill calls a success is whole on every decode rank that still has the pages."""
+        key: Any = event.key
         attempt = self.checkers.attempts.get(key)
         if attempt is not None and attempt.engine.is_alive:
+            spec = self.specs[attempt.prompt]
             for reader in attempt.engine.ranks:
                 pages = reader.memory.pages.get(key)
                 if pages is not None:
-                    reader.memory.check_pages(pages, "when prefill succeeded")
+                    content = reader.memory.content(spec.prompt, spec.num_tokens, event.num_tokens)
+                    reader.memory.check_pages(pages, content, "when prefill succeeded")
 
     def iterated(self, engine: SimEngine) -> None:
         """All ranks of an engine have done an iteration."""
