@@ -24,7 +24,7 @@ test: $(STAMP)  ## the ordinary suite, under five minutes
 	@touch $@
 
 test-vllm: .venv-vllm/.installed  ## the vLLM connector in the real engine: 10 minutes and 3 GB more
-	@timeout 2400 .venv-vllm/bin/python -m pytest -q -p no:cacheprovider -c integrations/vllm/pyproject.toml integrations/vllm/tests
+	@timeout -s INT -k 120 2400 .venv-vllm/bin/python -m pytest -q -p no:cacheprovider -c integrations/vllm/pyproject.toml integrations/vllm/tests
 
 $(VENV)/.triton: $(STAMP)
 	@scripts/setup "$(PYTHON)" "$(VENV)" triton

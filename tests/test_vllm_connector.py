@@ -4,6 +4,7 @@ does, real nodes between them, and every slot of the cache compared with the und
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -274,6 +275,16 @@ def test_a_prompt_that_nobody_fetches_is_let_go(fleet: Fleet) -> None:
     assert prefill.num_free < prefill.num_blocks - 1, "its blocks wait for decode"
     fleet.settle()
     assert sum(stats.data["failed_send"] for stats in prefill.stats) == 1
+
+
+def test_threads_run_where_the_settings_say_and_the_engine_where_it_did(fleet: Fleet) -> None:
+    before = os.sched_getaffinity(0)
+    engine = fleet.engine(more={"cpus": [min(before)]})
+    assert os.sched_getaffinity(0) == before
+    worker = engine.workers[0]._worker
+    assert worker is not None
+    found = worker.node.ask(lambda: os.sched_getaffinity(0))
+    assert found == {min(before)}
 
 
 def test_a_setting_that_does_not_exist_is_an_error() -> None:

@@ -6,10 +6,12 @@ vLLM makes one in its scheduler and one in each worker. They know their half (`s
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,17 +178,18 @@ class PdkvConnector(KVConnectorBase_V1, SupportsHMA):
         settings = self._settings
         num_rows = settings.num_aux_rows or self._kv_cache_config.num_blocks
         aux = AuxBuffers(num_rows=num_rows)
-        node = Node(
-            backend=get_backend(settings.backend)(**settings.backend_options),
-            control=self._control(),
-            layout=caches.layout,
-            rank_id=get_tensor_model_parallel_rank(),
-            pool=caches.pool(aux),
-            aux=aux,
-            incarnation=self._incarnation,
-            limits=settings.limits,
-            recorder=Recorder(max_requests=256),
-        )
+        with _running_on(settings.cpus):
+            node = Node(
+                backend=get_backend(settings.backend)(**settings.backend_options),
+                control=self._control(),
+                layout=caches.layout,
+                rank_id=get_tensor_model_parallel_rank(),
+                pool=caches.pool(aux),
+                aux=aux,
+                incarnation=self._incarnation,
+                limits=settings.limits,
+                recorder=Recorder(max_requests=256),
+            )
         is_cuda = next(iter(kv_caches.values())).is_cuda
         self._worker = WorkerHalf(
             node,
@@ -368,6 +371,17 @@ def _cpu_kind() -> str:
     """What decides how vLLM's CPU kernels arrange the inside of a block."""
     has_tiles = "amx_tile" in Path("/proc/cpuinfo").read_text()
     return f":{torch.backends.cpu.get_cpu_capability()}{'+AMX' if has_tiles else ''}"
+
+
+@contextlib.contextmanager
+def _running_on(cpus: Collection[int]) -> Iterator[None]:
+    """Threads that are started meanwhile may run on these CPUs, this one as before afterwards."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus or before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _nothing() -> ReadyEvent | None:

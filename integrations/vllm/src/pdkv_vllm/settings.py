@@ -30,6 +30,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     rendezvous: address of a `RendezvousServer`. Then decode finds prefill engines by `name`, and a
         request may name one; without it each decode request must bring its prefill engine's record.
     name: this engine's name there; by default vLLM's engine_id.
+    cpus: where pdkv's threads run; empty: where the worker may. vLLM's CPU backend pins a worker,
+        and what it starts, to the cores that it computes and spins on.
     chunk_tokens: the wish for pdkv's transfer grid: what is sent while the next is computed.
     interior: how K and V lie inside a block, where the attention backend is unknown (`layout`).
     resolve_s: how long a decode request waits for rendezvous to know its prefill engine. Then vLLM
@@ -46,6 +48,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     keys: Keys | None = None
     rendezvous: str = ""
     name: str = ""
+    cpus: tuple[int, ...] = ()
     chunk_tokens: int = 256
     interior: str = ""
     resolve_s: float = 30.0
