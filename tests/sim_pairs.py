@@ -110,7 +110,7 @@ def inject_once(pair: Pair, seed: int = 3) -> bool:
     checkers raise when a rule breaks, and when any other request suffers."""
     scenario = Simulator(with_faults=False).scenario(seed)
     if pair[1] == "Failed":
-        first = msgspec.structs.replace(scenario.requests[0], abort=("decode", 0.012))
+        first = msgspec.structs.replace(scenario.requests[0], abort=("decode", 0.006))
         scenario = msgspec.structs.replace(scenario, requests=(first, *scenario.requests[1:]))
     world = World(scenario, planner=SimPlanner())
     done: list[Any] = []
