@@ -77,7 +77,7 @@ def _waiting(owner: Receiving | Sending, reasons: Reasons, now: float) -> Waitin
         reason=reason,
         since=since,
         waited_s=now - since,
-        engine=reasons.engine_of(owner).hex(),
+        engine=owner.engine.hex(),
     )
 
 
@@ -91,7 +91,7 @@ def _quarantined(owner: Receiving | Sending, reasons: Reasons, now: float) -> Qu
     return QuarantinedRequest(
         key=_key(owner),
         place=_place(owner),
-        engine=reasons.engine_of(owner).hex(),
+        engine=owner.engine.hex(),
         peers=machine.waits_for(),
         num_pages=num_pages,
         reason=reasons.of(owner).reason,

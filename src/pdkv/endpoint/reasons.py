@@ -47,10 +47,6 @@ class Reasons:
         self._now = now
         self._writes = writes.waits()
 
-    def engine_of(self, owner: Receiving | Sending) -> bytes:
-        """The incarnation on the other side; empty before there is one."""
-        return owner.engine
-
     def of(self, owner: Receiving | Sending) -> Reason:
         """What this request waits for."""
         machine, stats = owner.machine, owner.stats
