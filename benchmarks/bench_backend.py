@@ -23,6 +23,7 @@ import numpy as np
 
 from pdkv.backends.nixl import NixlBackend
 from pdkv.backends.nixl_agent import load_api, make_agent
+from pdkv.interfaces import BackendLimits
 from pdkv.layout import MemoryRegion
 from pdkv.testing.backend_pair import runs_of
 
@@ -72,7 +73,8 @@ class BackendWay:
     """The same through `pdkv.backends.nixl`."""
 
     def __init__(self, transports: str, source: np.ndarray, hello: dict) -> None:
-        self.backend = NixlBackend(name="writer", transports=transports or None)
+        limits = BackendLimits(max_nbytes_per_post=LARGE_NBYTES)  # uncut, as the raw way
+        self.backend = NixlBackend(name="writer", transports=transports or None, limits=limits)
         self.backend.register([MemoryRegion(source.ctypes.data, source.nbytes)])
         self.peer = self.backend.connect(bytes.fromhex(hello["backend"]))
         self.src, self.dst = source.ctypes.data, hello["address_backend"]
@@ -155,6 +157,21 @@ def measure(transports: str, rounds: int, trips: int) -> None:
         "backend": BackendWay(transports, source, hello),
     }
     print(json.dumps({n: w.metadata() for n, w in ways.items()}), file=process.stdin, flush=True)
+    try:
+        alternate(ways, transports, rounds, trips)
+    except BaseException:
+        process.kill()  # it answers until it is told to end
+        raise
+    ways["backend"].write(0, b"end")
+    ways["backend"].wait_answer()
+    ways["backend"].backend.close()
+    process.stdin.close()
+    process.wait(30)
+
+
+def alternate(
+    ways: dict[str, RawWay | BackendWay], transports: str, rounds: int, trips: int
+) -> None:
     latency: dict[str, list[float]] = {n: [] for n in ways}
     own: dict[str, list[float]] = {n: [] for n in ways}
     bandwidth: dict[str, list[float]] = {n: [] for n in ways}
@@ -174,11 +191,6 @@ def measure(transports: str, rounds: int, trips: int) -> None:
     report("4 KiB write + notification and answer", "us", latency, higher=False)
     report("4 KiB write until completion", "us", own, higher=False)
     report("64 MiB write", "GB/s", bandwidth, higher=True)
-    ways["backend"].write(0, b"end")
-    ways["backend"].wait_answer()
-    ways["backend"].backend.close()
-    process.stdin.close()
-    process.wait(30)
 
 
 def main() -> None:
