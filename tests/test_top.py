@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
+import select
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -237,15 +240,30 @@ def test_the_live_view_runs_until_it_is_interrupted(served: str, has_terminal: b
     command = [sys.executable, "-m", "pdkv", "top", served, "--interval", "0.05"]
     environment = {**os.environ, "PYTHONPATH": str(SRC), "TERM": "xterm"}
     here, there = pty.openpty() if has_terminal else os.pipe()
-    process = subprocess.Popen(command, stdout=there, env=environment)
+    # A shell that runs the tests in the background has them ignore SIGINT, and so would this.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdout=there, env=environment, preexec_fn=heed)
     os.close(there)
-    seen = b""
-    while seen.count(b"healthy") < 2:
-        seen += os.read(here, 4096)
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    while process.poll() is None:
-        with contextlib.suppress(OSError):  # how a terminal says that nobody is there any more
-            os.read(here, 4096)
-    os.close(here)
+    until, seen = time.monotonic() + 60, b""
+    try:
+        while seen.count(b"healthy") < 2:
+            seen += read(here, until)
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        while process.poll() is None:
+            read(here, until)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(here)
     assert process.returncode == 0
+
+
+def read(source: int, until: float) -> bytes:
+    """What is there, or soon will be; nothing where a terminal says that nobody is left."""
+    assert time.monotonic() < until, "it says nothing and does not end"
+    if not select.select([source], [], [], 0.05)[0]:
+        return b""
+    with contextlib.suppress(OSError):
+        return os.read(source, 4096)
+    return b""
