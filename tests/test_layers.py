@@ -309,7 +309,7 @@ def test_pure_layers_and_the_shell_import_alone_and_load_nothing_heavy() -> None
         assert not HEAVY & set(loaded), f"{name} loads {HEAVY & set(loaded)}"
 
 
-@pytest.mark.slow
+@pytest.mark.check
 def test_memory_plugs_and_tools_import_alone() -> None:
     rest = [m for m in modules() if not is_light(m) and not m.endswith("__main__")]
     rest = [m for m in rest if find_spec(OPTIONAL.get(m, "sys")) is not None]

@@ -57,8 +57,25 @@ def concurrent(
     return first, second
 
 
-def sent_bytes(engine: Engine) -> int:
-    return sum(sum(stats.data["sent_bytes"]) for stats in engine.stats)
+def sent_bytes(fleet: Fleet, engine: Engine, num_requests: int) -> int:
+    """Bytes of the requests that this engine has served, once the figures of all are in: those of
+    the last one come with a later step."""
+
+    def figures() -> list[int]:
+        return [nbytes for stats in engine.stats for nbytes in stats.data["sent_bytes"]]
+
+    fleet.run(lambda: len(figures()) >= num_requests)
+    return sum(figures())
+
+
+def count(fleet: Fleet, engine: Engine, name: str) -> int:
+    """What this engine has counted under a name, once it is not nothing."""
+
+    def counted() -> int:
+        return sum(stats.data[name] for stats in engine.stats)
+
+    fleet.run(lambda: counted() > 0)
+    return counted()
 
 
 @pytest.mark.parametrize("num_tokens", [1, BLOCK, 21])
@@ -69,7 +86,7 @@ def test_one_after_the_other(fleet: Fleet, num_tokens: int) -> None:
     assert request.num_local == 0, "decode computes the last token again, and no other"
     fleet.settle()
     whole_blocks = -(-num_tokens // BLOCK) * BLOCK
-    assert sent_bytes(prefill) == whole_blocks * TOKEN_NBYTES
+    assert sent_bytes(fleet, prefill, 1) == whole_blocks * TOKEN_NBYTES
 
 
 @pytest.mark.parametrize("num_tokens", [1, 40])
@@ -96,12 +113,12 @@ def test_what_decode_holds_is_not_sent(fleet: Fleet) -> None:
     prefill, decode = fleet.engine(), fleet.engine()
     first = prompt(20)
     sequential(fleet, prefill, decode, first, "first")
-    before = sent_bytes(prefill)
+    before = sent_bytes(fleet, prefill, 1)
     second = sequential(fleet, prefill, decode, first + prompt(12, seed=1), "second")
     assert second.status in DONE
     assert second.num_local == 20
     fleet.settle()
-    assert sent_bytes(prefill) - before == 12 * TOKEN_NBYTES
+    assert sent_bytes(fleet, prefill, 2) - before == 12 * TOKEN_NBYTES
 
 
 def test_blocks_that_the_kernel_cuts_into_pages(fleet: Fleet) -> None:
@@ -204,7 +221,7 @@ def test_a_failure_goes_by_the_policy(fleet: Fleet, recompute: bool, status: str
     fleet.run(lambda: is_over(second))
     assert second.status.name == f"FINISHED_{status}"
     fleet.settle()
-    assert sum(stats.data["failed_receive"] for stats in decode.stats) == 1
+    assert count(fleet, decode, "failed_receive") == 1
 
 
 def test_engines_that_differ_inside_a_block_are_refused(
@@ -274,7 +291,7 @@ def test_a_prompt_that_nobody_fetches_is_let_go(fleet: Fleet) -> None:
     fleet.run(lambda: is_over(request))
     assert prefill.num_free < prefill.num_blocks - 1, "its blocks wait for decode"
     fleet.settle()
-    assert sum(stats.data["failed_send"] for stats in prefill.stats) == 1
+    assert count(fleet, prefill, "failed_send") == 1
 
 
 def test_threads_run_where_the_settings_say_and_the_engine_where_it_did(fleet: Fleet) -> None:
@@ -315,8 +332,9 @@ def test_figures_reach_the_log_and_prometheus(fleet: Fleet) -> None:
     for i in range(3):
         sequential(fleet, prefill, decode, prompt(9, seed=i), str(i))
     fleet.settle()
-    last = prefill.add("last", prompt(9), None)  # figures come with the next step
+    last = prefill.add("last", prompt(9), None)
     fleet.run(lambda: is_over(last))
+    assert sent_bytes(fleet, prefill, 6) == 3 * 12 * TOKEN_NBYTES
     total = type(prefill.workers[0]).build_kv_connector_stats()
     assert total.is_empty()
     metrics = type(prefill.workers[0]).build_prom_metrics(
