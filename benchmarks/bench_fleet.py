@@ -79,9 +79,9 @@ class Rank:
         self.directory.publish(record.rank_record(0))
 
     def _timed(self, handler: Callable[..., None], requests: Any) -> Callable[..., None]:
-        def handle(data: bytes, now: float) -> None:
+        def handle(data: bytes, sender: str, now: float) -> None:
             wall, cpu = time.perf_counter(), time.thread_time()
-            handler(data, now)
+            handler(data, sender, now)
             requests.run(now)
             self.cpu.append(time.thread_time() - cpu)
             self.wall.append(time.perf_counter() - wall)
