@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from pdkv.errors import ConfigError
+from pdkv.plan import are_distinct
 from pdkv.plan.tables import CASTS, Cast, TableCopy
 from pdkv.plan.tokens import Ints
 
@@ -240,6 +241,6 @@ def _ids(name: str, ids: PageIds, num_pages: int, *, distinct: bool) -> Ints:
     found = array.astype(np.int64)
     if found.size and (found.min() < 0 or found.max() >= num_pages):
         raise ConfigError(f"{name} must lie in [0, {num_pages})")
-    if distinct and len(np.unique(found)) != len(found):
+    if distinct and not are_distinct(found):
         raise ConfigError(f"{name} name a page twice")
     return found

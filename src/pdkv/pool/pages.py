@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import ConfigError
+from pdkv.plan import are_distinct
 from pdkv.pool.runs import FreeRuns
 
 __all__ = ["PageAllocator", "runs_of"]
@@ -231,8 +232,7 @@ class PageAllocator:
         pages = given.astype(np.int64)
         if pages.size and (pages.min() < self.num_padding or pages.max() >= self.num_pages):
             raise ConfigError(f"page ids must lie in [{self.num_padding}, {self.num_pages})")
-        is_ascending = (pages[1:] > pages[:-1]).all()
-        if not is_ascending and len(np.unique(pages)) != len(pages):
+        if not are_distinct(pages):
             raise ConfigError("a page id appears twice")
         return pages
 
