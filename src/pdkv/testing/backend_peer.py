@@ -33,6 +33,7 @@ __all__ = ["PeerProcess", "load_backend"]
 
 _TURN_S = 0.0002
 _ANSWER_S = 60.0
+_ROUNDS_AHEAD = 100  # of what the reader has seen: it tells rounds apart up to 125 ahead
 
 
 def load_backend(spec: str) -> type:
@@ -130,7 +131,7 @@ class _Peer:
         self.expected = 0
         self.dies_at_first_byte = False
         self.writing: tuple[str, int, int] | None = None
-        self.num_written = 0
+        self.num_written = self.num_seen = 0
 
     def turn(self) -> None:
         self.backend.poll(time.monotonic())
@@ -150,6 +151,8 @@ class _Peer:
 
     def write(self, peer: str, address: int, nbytes: int) -> None:
         """Write the next round: all bytes of round n are n, and so is its notification."""
+        if self.num_written >= self.num_seen + _ROUNDS_AHEAD:
+            return
         number = self.num_written % 250 + 1
         slot = self.num_written % 4 * nbytes
         self.memory[slot : slot + nbytes] = number
@@ -176,6 +179,8 @@ class _Peer:
                 peer = self.backend.connect(bytes.fromhex(metadata))
                 self.writing = peer, address, nbytes
                 say(ok=True)
+            case "seen":
+                self.num_seen += arguments[0]
             case _:
                 raise AssertionError(command)
 

@@ -154,7 +154,11 @@ class ProcessChecks(LifeChecks):
             start = memory.region.address + 4096
             process.ask("write", reader.metadata().hex(), start, 1 << 20)
             told: dict[int, int] = {}
-            self._watch(reader, memory, told, until=lambda: len(told) == 4)
+
+            def seen(num_rounds: int) -> None:
+                process.tell("seen", num_rounds)
+
+            self._watch(reader, memory, told, until=lambda: len(told) == 4, seen=seen)
             process.kill()
             end = time.monotonic() + 0.3
             self._watch(reader, memory, told, until=lambda: time.monotonic() > end)
@@ -169,10 +173,12 @@ class ProcessChecks(LifeChecks):
         told: dict[int, int],
         *,
         until: Callable[[], bool],
+        seen: Callable[[int], None] | None = None,
     ) -> None:
         """Check each notification (slot, number): every byte of the slot is that number or later.
 
         The writer goes on, so a byte may be of a later round; it may not be of an earlier one.
+        It hears by `seen` how many rounds were checked, so that it is never half a turn ahead.
         """
         end = time.monotonic() + self.deadline_s
         while not until():
@@ -187,7 +193,10 @@ class ProcessChecks(LifeChecks):
                 assert landed is not None
                 part = landed[4096 + (slot << 20) : 4096 + (slot + 1 << 20)].astype(np.int16)
                 behind = (part - number) % 250
-                assert (behind < 125).all(), f"slot {slot} was told full of {number}, it is not"
+                wrong = f"slot {slot} was told full of {number}, it holds {np.unique(part)}"
+                assert (behind < 125).all(), wrong
+            if arrived and seen is not None:
+                seen(len(arrived))
 
 
 def _digest(content: npt.NDArray[np.uint8]) -> str:
