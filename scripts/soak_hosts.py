@@ -1,11 +1,12 @@
 """The long form of tests/test_hosts.py: `python scripts/soak_hosts.py [--requests N] [--rate R]`.
 
-Two prefill engines (TP2), two decode engines (TP1 and TP4) and a rendezvous server, a host each,
-with this process as their client. Requests between random pairs of engines, over a network that
-delays and loses; one host is cut off for a while, and one engine's process after another is
-killed and started again at its address. At the end every request must have succeeded with the
-right bytes, or have ended while one of its hosts was not well; every page must be free again; and
-neither descriptors nor memory may have grown. Needs root. Logs stay in the folder it prints.
+Two prefill engines (TP2), two decode engines (TP1 and TP4), a rendezvous server and a client, a
+host each. Requests between random pairs of engines, over a network that delays and loses; one
+host is cut off for a while, later one way between two hosts, and one engine's process after
+another is killed and started again at its address. At the end every request must have succeeded
+with the right bytes, or have ended while one of its hosts was not well; every page must be free
+again; and neither descriptors nor memory may have grown. Needs root. Logs stay in the folder it
+prints.
 """
 
 from __future__ import annotations
@@ -55,6 +56,13 @@ class Soak:
         self.heal = self.fleet.partition(host, self.arguments.partition_s)
         self.at(self.arguments.partition_s, "mend", host)
 
+    def cut_one_way(self, host: str) -> None:
+        """What this host sends to one other is lost; what comes from there is not."""
+        other = self.fleet.rng.choice(sorted(ENGINES.keys() - {host}))
+        print(f"{self.clock} cut {host} -> {other}")
+        self.heal = self.fleet.cut(host, other)
+        self.at(self.arguments.partition_s, "mend", host)
+
     def mend(self, host: str) -> None:
         print(f"{self.clock} heal {host}; rendezvous shows {self.fleet.ask_states()}")
         self.heal()
@@ -83,6 +91,7 @@ class Soak:
         fleet, arguments = self.fleet, self.arguments
         total_s = arguments.requests / arguments.rate
         self.at(total_s / 5, "cut", fleet.rng.choice(sorted(ENGINES)))
+        self.at(total_s / 2, "cut_one_way", fleet.rng.choice(sorted(ENGINES)))
         self.at(min(arguments.kill_every_s, total_s * 0.4), "kill", "")
         while len(fleet.requests) < arguments.requests:
             wanted = (time.monotonic() - self.began) * arguments.rate
@@ -92,7 +101,7 @@ class Soak:
                 fleet.request(fleet.rng.choice(PREFILL), fleet.rng.choice(DECODE))
             fleet.pump()
             self.turn()
-        self.due = [entry for entry in self.due if entry[1] not in ("kill", "cut")]
+        self.due = [entry for entry in self.due if entry[1] not in ("kill", "cut", "cut_one_way")]
         until = time.monotonic() + 120
         while (self.due or fleet.unfinished) and time.monotonic() < until:
             fleet.pump()
@@ -154,7 +163,7 @@ def main() -> None:
     arguments = parser.parse_args()
     logs = Path(tempfile.mkdtemp(prefix="pdkv-soak-"))
     print(f"{arguments}\nlogs in {logs}")
-    with Hosts([*ENGINES, "rendezvous"], seed=arguments.seed) as hosts:
+    with Hosts([*ENGINES, "rendezvous", "client"], seed=arguments.seed) as hosts:
         hosts.set_links(Link(delay_s=arguments.delay_s, loss=arguments.loss))
         fleet = Fleet(hosts, ENGINES, logs, seed=arguments.seed)
         try:

@@ -1,8 +1,8 @@
 """One engine on one host: all its TP ranks in this process, NIXL, ZeroMQ, no model.
 
-Commands come as JSON lines on stdin, which is no network: the test sees everything whatever is
-cut. Each request's cache is a function of (room, layer, field, head, token), so the decode side
-checks every byte it got. Ends with stdin.
+Requests come from the client over the network, or from the test as JSON lines on stdin, which is no
+network: the test sees everything whatever is cut. Each request's cache is a function of (room,
+layer, field, head, token), so the decode side checks every byte it got. Ends with stdin.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 import torch
+import zmq
 
 from pdkv.backends import get_backend
 from pdkv.control.zmq import ZmqControl
@@ -61,6 +62,7 @@ class Settings(msgspec.Struct, kw_only=True):
     ports: list[int]
     server: str
     generation: int
+    client: str = ""
     limits: dict[str, float] = {}
     rendezvous_limits: dict[str, float] = {}
 
@@ -137,6 +139,9 @@ class Engine:
         self.attempt = 0
         self.waiting: dict[str, deque[Job]] = {"prefill": deque(), "decode": deque()}
         self.running: dict[Identity | int, Job] = {}
+        self.clients = zmq.Context.instance().socket(zmq.ROUTER)
+        if settings.client:
+            self.clients.bind(settings.client)
 
     def _node(self, rank_id: int) -> Node:
         pool, aux = KVPool(self.layout, rank_id, NUM_PAGES), AuxBuffers(AUX, num_rows=256)
@@ -157,6 +162,14 @@ class Engine:
         )
 
     # -- commands ---------------------------------------------------------------------------------
+
+    def hear_clients(self, now: float) -> None:
+        while self.clients.poll(0):
+            who, frame = self.clients.recv_multipart()
+            command = json.loads(frame)
+            self.obey(command, now)
+            accepted = {"room": command["room"], "role": command["op"]}
+            self.clients.send_multipart([who, json.dumps(accepted).encode()])
 
     def obey(self, command: dict[str, Any], now: float) -> None:
         match command["op"]:
@@ -338,6 +351,7 @@ class Engine:
                 *lines, buffer = (buffer + data).split("\n")
                 for line in lines:
                     self.obey(json.loads(line), now)
+            self.hear_clients(now)
             self.step(now)
 
 

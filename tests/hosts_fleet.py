@@ -1,4 +1,4 @@
-"""Engines and a rendezvous server on hosts of their own, requests between them, and faults.
+"""Engines, a rendezvous server and a client on hosts of their own, and faults.
 
 The test speaks to its processes through pipes, so it sees all of them whatever is cut. It keeps
 for each request when it ran, and for each host when it could not be relied on; a request that
@@ -29,6 +29,8 @@ LIMITS = {"keepalive_s": 0.5, "peer_lost_s": 6.0, "resend_s": 0.5, "ask_s": 1.0}
 DEADLINES = {"handshake_s": 15.0, "bootstrap_s": 30.0, "queued_s": 40.0, "progress_s": 30.0}
 RENDEZVOUS = {"beat_s": 0.5, "slow_s": 1.5, "lease_s": 3.0, "remember_s": 30.0, "probe_s": 1.0}
 PORT = 6000
+CLIENT_PORT = 6100
+ACCEPT_S = 10.0  # how long the client waits for an engine
 # A connection that was cut wakes with TCP's next retransmission: up to as long again as the cut.
 AFTER_HEAL_S = 15.0
 
@@ -93,8 +95,8 @@ class Process:
 
 
 class Fleet:
-    """`engines`: engine_id -> tp_size; each runs on the host of its name, and one host is
-    "rendezvous"."""
+    """`engines`: engine_id -> tp_size; each runs on the host of its name, and two more hosts are
+    "rendezvous" and "client"."""
 
     def __init__(self, hosts: Hosts, engines: dict[str, int], logs: Path, *, seed: int = 1) -> None:
         self.hosts, self.engines, self.rng = hosts, engines, random.Random(seed)
@@ -115,6 +117,8 @@ class Fleet:
         for name in engines:
             self.start_engine(name)
         self.wait(lambda: set(self._num_up) == {"rendezvous", *engines}, 120)
+        known = {name: self._client_address(name) for name in engines}
+        self._start("client", [str(HERE / "hosts_client.py"), json.dumps(known), str(ACCEPT_S)])
 
     # -- processes --------------------------------------------------------------------------------
 
@@ -127,11 +131,15 @@ class Fleet:
             ports=[PORT + 1 + rank for rank in range(self.engines[name])],
             server=self._server,
             generation=life + 1,
+            client=self._client_address(name),
             limits={**LIMITS, **DEADLINES},
             rendezvous_limits=RENDEZVOUS,
         )
         command = [str(HERE / "hosts_engine.py"), msgspec.json.encode(settings).decode()]
         self._start(name, command)
+
+    def _client_address(self, name: str) -> str:
+        return f"tcp://{self.hosts[name].address}:{CLIENT_PORT}"
 
     def _start(self, name: str, command: list[str]) -> None:
         log = (self._logs / f"{name}.log").open("a")
@@ -195,12 +203,9 @@ class Fleet:
         num_tokens = self.rng.randint(1, 96)
         made = Request(room, prefill, decode, num_tokens, time.monotonic())
         self.requests[room] = made
-        words = {"room": room, "num_tokens": num_tokens, "peer": prefill}
-        for role, name in (("prefill", prefill), ("decode", decode)):
-            if self._processes[name].popen.poll() is None:
-                self._processes[name].tell(op=role, **words)
-            else:
-                self._end(made, role, {"ok": False, "cause": "its engine is down"})
+        self._processes["client"].tell(
+            room=room, num_tokens=num_tokens, prefill=prefill, decode=decode
+        )
         return made
 
     @staticmethod
@@ -224,7 +229,7 @@ class Fleet:
             return False  # nothing excuses wrong bytes
         ended = request.ended or time.monotonic()
         return any(
-            host in (request.prefill, request.decode, "rendezvous")
+            host in (request.prefill, request.decode, "rendezvous", "client")
             and request.began < end
             and ended > start
             for host, start, end in self.outages
@@ -242,6 +247,18 @@ class Fleet:
             self.outages.append((host, start, time.monotonic() + AFTER_HEAL_S))
 
         self.outages.append((host, start, start + seconds + AFTER_HEAL_S))
+        return heal
+
+    def cut(self, src: str, dst: str) -> Callable[[], None]:
+        """Nothing gets from one host to another, the other way is open; returns what heals it."""
+        self.hosts.cut(src, dst)
+        start = time.monotonic()
+        self.outages.append((src, start, float("inf")))
+
+        def heal() -> None:
+            self.hosts.heal(src, dst)
+            self.outages[-1] = (src, start, time.monotonic() + AFTER_HEAL_S)
+
         return heal
 
     def kill(self, name: str) -> str:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.check
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with Hosts(["p", "d", "rendezvous"]) as hosts:
+    with Hosts(["p", "d", "rendezvous", "client"]) as hosts:
         hosts.set_links(Link(delay_s=0.005, loss=0.005))
         made = Fleet(hosts, {"p": 2, "d": 1}, tmp_path_factory.mktemp("hosts"))
         try:
@@ -54,6 +54,23 @@ def test_requests_before_during_and_after_a_partition(fleet: Fleet) -> None:
     fleet.wait(lambda: not fleet.unfinished, 60)
     assert all(each.is_right for each in after)
     fleet.wait(fleet.is_idle, 30)
+
+
+def test_one_direction_cut_for_longer_than_a_peer_may_be_silent(fleet: Fleet) -> None:
+    before = fleet.request("p", "d")
+    fleet.wait(lambda: bool(before.ended), 60)
+    heal = fleet.cut("p", "d")
+    during = [fleet.request("p", "d") for _ in range(4)]
+    fleet.run(8.0)
+    assert fleet.ask_states() == {"p": {"alive"}, "d": {"alive"}}, "rendezvous hears both"
+    assert not any(each.is_right for each in during)
+    heal()
+    fleet.wait(lambda: all(each.ended for each in during), 90)
+    assert not fleet.unexplained()
+    after = [fleet.request("p", "d") for _ in range(8)]
+    fleet.wait(lambda: not fleet.unfinished, 60)
+    assert all(each.is_right for each in after), [each.causes for each in after]
+    fleet.wait(fleet.is_idle, 60)
 
 
 def test_a_killed_engine_starts_again_at_its_address(fleet: Fleet) -> None:
