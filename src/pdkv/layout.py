@@ -267,7 +267,7 @@ class Placement(msgspec.Struct, frozen=True, kw_only=True):
     head_maps: tuple[HeadMap, ...] = ()
 
 
-class EngineLayout(msgspec.Struct, frozen=True, kw_only=True):
+class EngineLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     """What an engine publishes: enough to compute who sends what to whom, without addresses.
 
     `chunk_tokens` is the wish for the transfer grid: the grid of a pair is the smallest legal

@@ -174,7 +174,8 @@ class MemoryControl:
 
     def wake(self) -> None:
         """End a `wait`, or the next one. Any thread."""
-        self._arrived.set()
+        if not self._arrived.is_set():
+            self._arrived.set()
 
     def forget(self, address: str) -> None:
         """Nothing to close: there is no socket."""

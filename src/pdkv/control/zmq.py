@@ -79,6 +79,7 @@ class ZmqControl:
         self._peers: dict[str, zmq.Socket[bytes]] = {}
         self._is_closed = False
         self._wake_lock = threading.Lock()
+        self._is_woken = False  # a byte is in the pipe, or about to be
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_read, False)
         os.set_blocking(self._wake_write, False)
@@ -216,6 +217,9 @@ class ZmqControl:
             return frames
         if self._guard is not None:
             self._guard.answer()
+        # Mostly there is nothing, and to ask costs less than half of an exception.
+        if not self._has_frames():
+            return frames
         for _ in range(max_frames):
             try:
                 first = self._inbound.recv(zmq.DONTWAIT, copy=False)
@@ -247,18 +251,26 @@ class ZmqControl:
             self._poll.poll(math.ceil(timeout_s * 1000))
         with contextlib.suppress(BlockingIOError):
             os.read(self._wake_read, 4096)
+        # Last: who finds it set until here has left its work where this thread looks now.
+        self._is_woken = False
 
     def _has_arrived(self) -> bool:
         if self._guard is not None and self._guard.answer():
             return True
+        return self._has_frames()
+
+    def _has_frames(self) -> bool:
         events = self._inbound.getsockopt(zmq.EVENTS)
         assert isinstance(events, int)
         return bool(events & zmq.POLLIN)
 
     def wake(self) -> None:
         """End a `wait`, or the next one. Any thread, also after `close`."""
+        if self._is_woken:
+            return
         with self._wake_lock:
             if not self._is_closed:
+                self._is_woken = True
                 # A full pipe will wake whoever waits.
                 with contextlib.suppress(BlockingIOError):
                     os.write(self._wake_write, b"w")

@@ -42,6 +42,7 @@ class Endpoint:
         self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
         self._backlog: list[EndpointEvent] = []
         self._is_draining = False
+        self._is_alone = node.group_size == 1  # its own votes are the verdicts
         self._sources: list[Callable[[float], list[WaitingRequest]]] = []
 
     def poll(self, now: float) -> list[EndpointEvent]:
@@ -57,12 +58,14 @@ class Endpoint:
             self._gate.update(change)
         self._gate.update_health(self.node.core.problem)
         events, self._backlog = self._backlog, []
-        if self.node.group_size == 1:
+        if self._is_alone:
             while votes := self._gate.votes():
                 verdicts = agree([votes])
                 if not verdicts:
                     break
                 events += self.apply(verdicts)
+            if events:
+                self.node.obey(now)
         return events
 
     def votes(self) -> dict[Key, Vote]:

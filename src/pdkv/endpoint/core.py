@@ -127,8 +127,8 @@ class NodeCore:
     def step(self, now: float) -> bool:
         """One bounded batch of everything; True when something happened."""
         busy = bool(self._commands)
-        for _ in range(len(self._commands)):
-            self._guarded(self._commands.popleft(), now)
+        if busy:
+            self._run_commands(now)
         for data, sender in self._receive(self._limits.max_frames_per_step):
             self._guarded(self.incoming.on_frame, data, sender, now)
             # One message at a time: an answer must not overlook the message before it.
@@ -149,6 +149,17 @@ class NodeCore:
             self._tick(now)
         self.requests.run(now)
         return self.writes.post() or busy
+
+    def obey(self, now: float) -> None:
+        """Carry out what was commanded since the last step, and nothing else."""
+        if self._commands:
+            self._run_commands(now)
+            self.requests.run(now)
+            self.writes.post()
+
+    def _run_commands(self, now: float) -> None:
+        for _ in range(len(self._commands)):
+            self._guarded(self._commands.popleft(), now)
 
     def _guarded(self, handler: Callable[..., None], *arguments: object) -> None:
         """One bad frame or command never ends the loop."""

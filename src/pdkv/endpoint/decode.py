@@ -12,6 +12,7 @@ from pdkv.endpoint.base import Endpoint, as_int
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
+from pdkv.layout import EngineLayout
 from pdkv.observe import TransferStats
 from pdkv.plan import Pairing, are_distinct
 from pdkv.protocol import Identity, pack_page_ids
@@ -30,14 +31,16 @@ class DecodeEndpoint(Endpoint):
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)
-        self._pairings: dict[str, Pairing | LayoutMismatch] = {}
+        self._pairings: dict[EngineLayout, Pairing | LayoutMismatch] = {}
         self._last_attempt = -1
         # Announced and without pages yet: how the two engines pair, None where they can't.
         self._announced: dict[Identity, tuple[Pairing | None, int]] = {}
+        self._pool = node.pool.component(node.layout.kv.components[0].name)
+        self._own = node.layout.kv.own_page_components
 
     def pairing(self, prefill: EngineRecord) -> Pairing:
         """Who writes what to this engine. Raises LayoutMismatch for engines that can't pair."""
-        key = prefill.layout.fingerprint()
+        key = prefill.layout
         if key not in self._pairings:
             try:
                 self._pairings[key] = self.node.planner(prefill.layout, self.node.layout)
@@ -259,12 +262,13 @@ class DecodeEndpoint(Endpoint):
             raise ConfigError(f"{len(page_ids)} page ids for a prompt that needs {expected}")
         if len(page_ids) > node.limits.max_pages_per_request:
             raise ConfigError(f"{len(page_ids)} pages exceed limits.max_pages_per_request")
-        pool = node.pool.component(node.layout.kv.components[0].name)
-        if pool is not None and page_ids.size:
-            if page_ids.min() < 0 or page_ids.max() >= pool.num_pages:
-                raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
+        if self._pool is not None and len(page_ids):
+            # Seen as unsigned, a negative id is larger than any other.
+            if int(page_ids.view(np.uint64).max()) >= self._pool.num_pages:
+                raise ConfigError(f"page ids must lie in [0, {self._pool.num_pages})")
             if not are_distinct(page_ids):
                 raise ConfigError("a page id appears twice")
-        own = node.layout.kv.own_page_components
-        if len(state_ids) != len(own):
-            raise ConfigError(f"{len(state_ids)} lists of state ids for {len(own)} components")
+        if len(state_ids) != len(self._own):
+            raise ConfigError(
+                f"{len(state_ids)} lists of state ids for {len(self._own)} components"
+            )

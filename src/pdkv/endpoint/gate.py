@@ -30,6 +30,7 @@ from pdkv.request.states import Allocation, KVPoll
 __all__ = ["Gate", "GateOrder"]
 
 _MAX_DOOMED = 4096
+_POLLS = {int(poll): poll for poll in KVPoll}
 
 
 @dataclass(frozen=True)
@@ -88,8 +89,8 @@ class Gate:
         """Begin to watch a request. It may already be doomed by the other ranks."""
         entry = _Entry(ref, key, terms, allocation=allocation)
         self._by_key[key] = self._by_ref[ref] = entry
-        doom = self._doomed.pop(key, None)
-        return ([], []) if doom is None else self._apply_one(doom)
+        doom = self._doomed.pop(key, None) if self._doomed else None
+        return ([], []) if doom is None else self.apply([doom])
 
     def allocate(self, ref: Identity, terms: tuple[int, int]) -> None:
         """Decode's engine has named pages: what its group may still say of Computed is late."""
@@ -140,6 +141,8 @@ class Gate:
     def votes(self) -> dict[Key, Vote]:
         """What this rank knows and its group has not applied. Empty when nothing changed."""
         votes: dict[Key, Vote] = {}
+        if not (self._changed or self._problem or self._group_problem):
+            return votes
         if self._problem and not self._group_problem:
             votes[HealthKey()] = Vote(KVPoll.Failed, cause=self._problem)
         elif self._group_problem and not self._problem:
@@ -158,9 +161,7 @@ class Gate:
         events: list[EndpointEvent] = []
         orders: list[GateOrder] = []
         for verdict in verdicts:
-            more_events, more_orders = self._apply_one(verdict)
-            events += more_events
-            orders += more_orders
+            self._apply_one(verdict, events, orders)
         return events, orders
 
     def snapshot(self) -> Mapping[Key, KVPoll]:
@@ -209,21 +210,22 @@ class Gate:
         self._group_problem = problem
         return [HealthChanged(key=verdict.key, problem=problem)]
 
-    def _apply_one(self, verdict: Verdict) -> tuple[list[EndpointEvent], list[GateOrder]]:
+    def _apply_one(
+        self, verdict: Verdict, events: list[EndpointEvent], orders: list[GateOrder]
+    ) -> None:
         if isinstance(verdict.key, HealthKey):
-            return self._apply_health(verdict), []
+            events += self._apply_health(verdict)
+            return
         entry = self._by_key.get(verdict.key)
         if entry is None:
             if verdict.poll == KVPoll.Failed and not verdict.released:
                 self._doomed.setdefault(verdict.key, verdict)
                 while len(self._doomed) > _MAX_DOOMED:
                     self._doomed.popitem(last=False)
-            return [], []
-        events: list[EndpointEvent] = []
-        orders: list[GateOrder] = []
-        poll = KVPoll(verdict.poll)
+            return
+        poll = _POLLS[verdict.poll]
         if entry.is_evicted and poll is not KVPoll.Failed:
-            return [], []
+            return
         if not entry.applied.is_terminal:
             if poll is KVPoll.Failed or poll > entry.applied:
                 self._advance(entry, verdict, poll, events, orders)
@@ -235,7 +237,6 @@ class Gate:
             orders.append(GateOrder("forget", entry.ref))
             del self._by_key[entry.key], self._by_ref[entry.ref]
             self._changed.pop(entry.key, None)
-        return events, orders
 
     def _advance(
         self,

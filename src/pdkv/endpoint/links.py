@@ -78,8 +78,7 @@ class Links:
 
     def let_go(self, identity: Identity) -> None:
         """This request needs its peers no longer."""
-        for peer in self.peers:
-            peer.requests.discard(identity)
+        self.peers.let_go(identity)
 
     def is_gone(self, incarnation: bytes) -> bool:
         """Whether that life was declared over."""

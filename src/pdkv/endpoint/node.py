@@ -93,7 +93,7 @@ class Node:
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
         self._watchers: list[Callable[[], None]] = []
-        self._closing = threading.Event()
+        self.is_closed = False  # whether `close` was called
         self._thread: threading.Thread | None = None
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-node", daemon=True)
@@ -120,11 +120,6 @@ class Node:
         """Ranks that share this engine's scheduler."""
         return self.layout.parallel.num_ranks
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether `close` was called."""
-        return self._closing.is_set()
-
     def now(self) -> float:
         """The node's clock, in seconds."""
         return self._clock()
@@ -136,6 +131,12 @@ class Node:
         self._stepper = threading.get_ident()
         return self.core.step(self._clock() if now is None else now)
 
+    def obey(self, now: float) -> None:
+        """Carry out at once what verdicts asked for, where the engine's thread makes progress: a
+        request does not wait for another poll then."""
+        if self._thread is None:
+            self.core.obey(now)
+
     def take_changes(self, kind: type) -> list[Change]:
         """News of one role's requests (Identity: decode, int: prefill), oldest first."""
         if self._broken:
@@ -144,9 +145,10 @@ class Node:
         while source:
             change = source.popleft()
             self._changes[int if isinstance(change.ref, int) else Identity].append(change)
-        taken = self._changes[kind]
-        self._changes[kind] = deque()
-        return list(taken)
+        taken = list(self._changes[kind])
+        if taken:
+            self._changes[kind].clear()
+        return taken
 
     def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake` from the node's thread whenever it has news for an endpoint."""
@@ -158,7 +160,7 @@ class Node:
 
     def call(self, command: Callable[[float], None]) -> None:
         """Hand a command to whoever runs the core."""
-        if self._closing.is_set():
+        if self.is_closed:
             raise ConfigError("the node is closed")
         self.core.call(command)
 
@@ -309,9 +311,9 @@ class Node:
 
     def close(self) -> None:
         """Stop the thread, then give sockets, registrations and handles back. Idempotent."""
-        if self._closing.is_set():
+        if self.is_closed:
             return
-        self._closing.set()
+        self.is_closed = True
         self._control.wake()
         if self._thread is not None:
             self._thread.join(timeout=10.0)
@@ -326,7 +328,7 @@ class Node:
         """
         moved_at = self._clock()
         try:
-            while not self._closing.is_set():
+            while not self.is_closed:
                 core, now = self.core, self._clock()
                 has_moved = core.step(now)
                 if core.requests.changes:

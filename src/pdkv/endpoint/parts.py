@@ -9,7 +9,7 @@ import numpy as np
 from pdkv.interfaces import BackendLimits
 from pdkv.plan import Runs
 
-__all__ = ["split_runs"]
+__all__ = ["fits_one_post", "split_runs"]
 
 
 def split_runs(runs: Runs, limits: BackendLimits) -> list[Runs]:
@@ -20,6 +20,14 @@ def split_runs(runs: Runs, limits: BackendLimits) -> list[Runs]:
         return [runs]
     runs = _cut(runs, limits.max_nbytes_per_post)
     return list(_groups(runs, limits))
+
+
+def fits_one_post(runs: Runs, others: Runs, limits: BackendLimits) -> bool:
+    """Whether both together are one part."""
+    return (
+        runs.num_runs + others.num_runs <= limits.max_runs_per_post
+        and runs.total_nbytes + others.total_nbytes <= limits.max_nbytes_per_post
+    )
 
 
 def _cut(runs: Runs, max_nbytes: int) -> Runs:

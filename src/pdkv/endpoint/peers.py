@@ -111,6 +111,11 @@ class PeerTable:
             peer = self._peers[key] = Peer(key, address, epoch=self.next_epoch())
         return peer
 
+    def let_go(self, identity: Identity) -> None:
+        """No peer is needed for this request any longer."""
+        for peer in self._peers.values():
+            peer.requests.discard(identity)
+
     def next_epoch(self) -> int:
         """Grows over this node's life: a peer that was reaped and met again is never older than
         what the other side remembers of it."""

@@ -274,7 +274,8 @@ class PrefillEndpoint(Endpoint):
         if len(ids) != len(where):
             raise ConfigError(f"{len(ids)} page ids where {tokens} needs {len(where)}")
         pool = node.pool.component(node.layout.kv.components[component].name)
-        if pool is not None and ids.size and (ids.min() < 0 or ids.max() >= pool.num_pages):
+        # Seen as unsigned, a negative id is larger than any other.
+        if pool is not None and ids.size and int(ids.view(np.uint32).max()) >= pool.num_pages:
             raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
         return PageIds(component, where.start, ids)
 

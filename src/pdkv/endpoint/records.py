@@ -78,7 +78,7 @@ class Receiving:
         if machine.promise is not None and not self.num_tokens:
             promise = machine.promise
             self.outcome, self.num_tokens = Outcome(promise.outcome), promise.num_tokens
-        told = (machine.poll, machine.is_over, machine.allocation)
+        told = (machine.poll, machine.memory, machine.allocation)
         if told == self.told:
             return None
         self.told = told
@@ -149,7 +149,7 @@ class Sending:
     def news(self, now: float) -> Change | None:
         """Where the request stands, for the gate, where that has changed."""
         machine = self.machine
-        told = (machine.poll, machine.is_over, machine.candidate, machine.has_pages)
+        told = (machine.poll, machine.memory, machine.candidate, machine.has_pages)
         if told == self.told:
             return None
         self.told = told

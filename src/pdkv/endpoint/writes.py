@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from pdkv.endpoint.lanes import Lane, Write
-from pdkv.endpoint.parts import split_runs
+from pdkv.endpoint.parts import fits_one_post, split_runs
 from pdkv.endpoint.peers import Peer
 from pdkv.errors import PdkvError
 from pdkv.interfaces import ReadyEvent, TransferBackend
@@ -217,15 +217,15 @@ class Writes:
     def _count(write: Write, runs: Runs) -> None:
         if write.is_aux:
             return
-        if write.rider is not None and not write.parts:
-            num_runs = runs.num_runs - write.rider.num_descriptors
-            runs = Runs(*(column[:num_runs] for column in runs))
         stats, rank_id = write.owner.stats, write.peer.rank_id
-        nbytes = runs.total_nbytes
+        num_runs, nbytes = runs.num_runs, runs.total_nbytes
+        if write.rider is not None and not write.parts:
+            num_runs -= write.rider.num_descriptors
+            nbytes -= write.rider.nbytes
         write.nbytes += nbytes
-        write.num_descriptors += runs.num_runs
+        write.num_descriptors += num_runs
         stats.nbytes += nbytes
-        stats.num_descriptors += runs.num_runs
+        stats.num_descriptors += num_runs
         if write.grant is not None:
             stats.staged_nbytes += nbytes
         stats.nbytes_by_peer[rank_id] = stats.nbytes_by_peer.get(rank_id, 0) + nbytes
@@ -256,11 +256,11 @@ class Writes:
             runs, last = self._runs(rider), write.parts[-1]
         except Exception:  # it will say so itself, when it is its turn
             return
-        joined = Runs(*(np.concatenate(columns) for columns in zip(last, runs, strict=True)))
-        if len(split_runs(joined, self._backend.limits)) > 1:
+        if not fits_one_post(last, runs, self._backend.limits):
             return
+        joined = Runs(*(np.concatenate(columns) for columns in zip(last, runs, strict=True)))
         write.parts[-1], write.rider = joined, rider
-        rider.num_descriptors = runs.num_runs
+        rider.num_descriptors, rider.nbytes = runs.num_runs, runs.total_nbytes
         del lane.pending[1]
 
     def _gather(self, write: Write, grant: StageGrant) -> Runs:
@@ -288,7 +288,7 @@ class Writes:
                 num_tokens=machine.covered,
             )
             return route.plan_aux(machine.finish.aux_index, info.dst_aux_index)
-        own = machine.pairing.src.kv.own_page_components
+        own = machine.pairing.own_page_components
         ids = info.state_ids(own.index(tag.component)) if tag.component in own else info.page_ids()
         source = tag.component if tag.component in own else 0
         write.owner.stats.num_tags += 1

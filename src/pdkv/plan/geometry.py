@@ -7,7 +7,8 @@ units, local pages. Refuses to know who sends aux, addresses and page ids. Layer
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from pdkv.errors import ConfigError
@@ -71,10 +72,14 @@ class Geometry:
         self._are_whole = tuple(
             not self.striping and len(a.owners) == len(b.owners) == 1 for a, b in self._maps
         )
+        self._are_fixed = tuple(
+            not (a.depends_on_length or b.depends_on_length) for a, b in self._maps
+        )
         self.prefix_unit = self._prefix_unit()
         self.grid = self._grid()
         self._share_cache: dict[tuple[int, int, int], tuple[Share, ...]] = {}
         self._meet_cache: dict[tuple[int, int, int], bool] = {}
+        self._whole_cache: dict[tuple[int, int, int], int] = {}
         self._full_chunk_cache: dict[tuple[int, int, int], bool] = {}
         self._parts_cache: dict[tuple[int, ...], tuple[tuple[int, Segments], ...]] = {}
 
@@ -138,6 +143,8 @@ class Geometry:
 
     def token_maps(self, c: int, num_tokens: int) -> tuple[TokenMap, TokenMap]:
         """How src and dst spread the elements of component c for a prompt of that length."""
+        if self._are_fixed[c]:
+            return self._maps[c]
         src, dst = self._maps[c]
         num_elements = ceil_div(num_tokens, self.components[c].tokens_per_element)
         return src.bind(num_elements), dst.bind(num_elements)
@@ -201,7 +208,7 @@ class Geometry:
         if self.components[c].kind != "row":
             start = self.start(c, decode_prefix_len, num_tokens)
             cut = self.cut(tag.chunk, start, num_tokens)
-        by_length = num_tokens if any(m.depends_on_length for m in self._maps[c]) else 0
+        by_length = 0 if self._are_fixed[c] else num_tokens
         key = (*pair, c, cut.start, cut.stop, by_length)
         kept = self._parts_cache.get(key)
         if kept is None:
@@ -240,21 +247,41 @@ class Geometry:
         stripes, and no sequence that is spread over CP ranks."""
         return self._are_whole[c]
 
+    def whole_nbytes(self, src_rank_id: int, dst_rank_id: int, c: int) -> int:
+        """Bytes of one element that cross between a pair, all layers and fields, where
+        `are_whole`: the same for each; 0 where nothing does."""
+        key = (src_rank_id, dst_rank_id, c)
+        nbytes = self._whole_cache.get(key)
+        if nbytes is None:
+            shares = [share for share in self.shares(*key) if share.units(1)]
+            nbytes = self._whole_cache[key] = sum(map(partial(self.share_nbytes, c), shares))
+        return nbytes
+
+    def share_nbytes(self, c: int, share: Share) -> int:
+        """Bytes of one element in all layers of a share, all fields."""
+        pairs = zip(share.heads, self.components[c].fields, strict=True)
+        of_a_layer = sum(len(heads) * spec.head_nbytes for heads, spec in pairs)
+        return of_a_layer * len(share.layer_ids)
+
     def sent_chunks(
         self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int
-    ) -> Iterator[int]:
+    ) -> Iterable[int]:
         """Transfer chunks of a paged component in which this pair has at least one element."""
+        if self._are_whole[c]:
+            is_sent = self.whole_nbytes(src_rank_id, dst_rank_id, c) > 0
+            return self.chunk_range(start, num_tokens) if is_sent else ()
+        return self._shared_chunks(src_rank_id, dst_rank_id, c, start, num_tokens)
+
+    def _shared_chunks(
+        self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int
+    ) -> Iterator[int]:
         shares = self.shares(src_rank_id, dst_rank_id, c)
         if not shares:
-            return
-        if self.are_whole(c):
-            if any(share.units(1) for share in shares):
-                yield from self.chunk_range(start, num_tokens)
             return
         src_map, dst_map = self.token_maps(c, num_tokens)
         src_cp = self.src_ranks[src_rank_id].cp_rank
         dst_cp = self.dst_ranks[dst_rank_id].cp_rank
-        regular = not any(m.depends_on_length for m in self._maps[c])
+        regular = self._are_fixed[c]
         key = (src_rank_id, dst_rank_id, c)
         for chunk in self.chunk_range(start, num_tokens):
             tokens = self.cut(chunk, start, num_tokens)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv.errors import ConfigError
-from pdkv.plan.runs import RunBuffer
+from pdkv.plan.runs import FEW, RunBuffer
 from pdkv.plan.tokens import Ints, Segments, Steps
 
 __all__ = ["PageIds", "PageTable", "Placed", "are_distinct", "as_ids", "place", "require_distinct"]
@@ -64,7 +64,8 @@ class PageTable:
         pages, offsets = cut.paged(self.side, self.page)
         found = self._pick(ids, pages)
         # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
-        if int(found.view(np.uint64).max()) >= self.num_pages:
+        seen = found.view(np.uint64)
+        if max(seen.tolist() if len(seen) <= FEW else (seen.max(),)) >= self.num_pages:
             bad = int(found[(found < 0) | (found >= self.num_pages)][0])
             what = "is not known" if bad == -1 else f"is outside of {self.num_pages} pages"
             raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
@@ -79,6 +80,8 @@ class PageTable:
 
     def require_distinct(self, ids: Ints, cut: Segments, buffer: RunBuffer | None = None) -> None:
         """ConfigError for a page that stands for two of the local pages in which segments lie."""
+        if len(ids) < 2:
+            return
         pages, _ = cut.paged(self.side, self.page)
         first, last = int(pages[0]) - self.first, int(pages[-1]) - self.first
         require_distinct(ids[first : last + 1], self.num_pages, buffer)
@@ -102,7 +105,7 @@ def place(
 
 def are_distinct(ids: npt.NDArray[np.integer]) -> bool:
     """Whether no id occurs twice. Cheap where they ascend, as those of an allocator mostly do."""
-    return bool((ids[1:] > ids[:-1]).all()) or len(np.unique(ids)) == len(ids)
+    return len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()) or len(np.unique(ids)) == len(ids)
 
 
 def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None) -> None:

@@ -32,7 +32,8 @@ class Pairing:
     """Two engines that can exchange a cache. Get one from `validate`.
 
     grid: positions per transfer chunk. prefix_unit: what a decode prefix must be a multiple of.
-    striping: whether replicas share the load of a transfer chunk.
+    striping: whether replicas share the load of a transfer chunk. own_page_components: indices of
+    the components that have page ids of their own.
     """
 
     def __init__(self, geometry: Geometry) -> None:
@@ -42,7 +43,9 @@ class Pairing:
         self.grid = geometry.grid
         self.prefix_unit = geometry.prefix_unit
         self.striping = geometry.striping
+        self.own_page_components = self.src.kv.own_page_components
         self._aux_component = len(geometry.components)
+        self._are_rows = tuple(c.kind == "row" for c in geometry.components)
         self._fan_in: FanIn | None = None
         self._storages: dict[tuple[int, int], Storage] = {}
 
@@ -125,15 +128,17 @@ class Pairing:
         geometry = self._geometry
         paged: list[tuple[int, int]] = []
         rows: list[int] = []
-        for c, component in enumerate(geometry.components):
-            if component.kind == "row":
+        for c, is_row in enumerate(self._are_rows):
+            if is_row:
                 if geometry.shares(src_rank_id, dst_rank_id, c):
                     rows.append(c)
             else:
                 start = geometry.start(c, decode_prefix_len, num_tokens)
                 chunks = geometry.sent_chunks(src_rank_id, dst_rank_id, c, start, num_tokens)
                 paged += [(chunk, c) for chunk in chunks]
-        tags = [Tag(src_rank_id, c, chunk) for chunk, c in sorted(paged)]
+        if len(self._are_rows) > 1:
+            paged.sort()
+        tags = [Tag(src_rank_id, c, chunk) for chunk, c in paged]
         tags += [Tag(src_rank_id, c, 0) for c in rows]
         if self.aux_writer(dst_rank_id) == src_rank_id:
             tags.append(Tag(src_rank_id, self._aux_component, 0))
@@ -143,10 +148,18 @@ class Pairing:
         """Positions that must be computed before the tag can go; rows and aux need all."""
         self.check_prefix(decode_prefix_len, num_tokens)
         geometry = self._geometry
-        if tag.component == self._aux_component or geometry.component(tag.component).kind == "row":
+        if self.needs_end(tag):
             return range(num_tokens)
         start = geometry.start(tag.component, decode_prefix_len, num_tokens)
         return geometry.cut(tag.chunk, start, num_tokens)
+
+    def needs_end(self, tag: Tag) -> bool:
+        """Whether the tag can go only once the whole prompt is computed: rows and aux."""
+        c = tag.component
+        if c == self._aux_component:
+            return True
+        self._geometry.component(c)  # raises for one that is none
+        return self._are_rows[c]
 
     # Pages of one rank.
 

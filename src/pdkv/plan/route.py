@@ -156,12 +156,10 @@ class Route:
             if pool.aux_row_nbytes and not 0 <= index < pool.aux_num_rows:
                 raise ConfigError(f"{side} aux row {index} is outside of {pool.aux_num_rows}")
         nbytes = self._src_pool.aux_row_nbytes
-        num_runs = 1 if nbytes else 0
-        return Runs(
-            np.full(num_runs, self._src_pool.aux_base + src_index * nbytes, np.uint64),
-            np.full(num_runs, self._dst_pool.aux_base + dst_index * nbytes, np.uint64),
-            np.full(num_runs, nbytes, np.uint64),
-        )
+        src = self._src_pool.aux_base + src_index * nbytes
+        dst = self._dst_pool.aux_base + dst_index * nbytes
+        table = np.array(((src,), (dst,), (nbytes,)), np.uint64)
+        return Runs(*(table if nbytes else table[:, :0]))
 
     def groups(self, component: int) -> tuple[tuple[Group, ...], ...]:
         """The groups of each share of a component; empty where this pair moves none of it."""

@@ -13,6 +13,8 @@ __all__ = ["RunBuffer", "Runs", "StridedRuns", "coalesce", "coalesce_pages", "ru
 
 Array = npt.NDArray[Any]
 
+FEW = 16  # up to so many runs, as a small request has, numbers in a list are the cheaper ones
+
 
 class Runs(NamedTuple):
     """Contiguous copies: run i moves nbytes[i] bytes from src[i] to dst[i].
@@ -32,7 +34,9 @@ class Runs(NamedTuple):
     @property
     def total_nbytes(self) -> int:
         """Bytes moved."""
-        return int(self.nbytes.sum(dtype=np.uint64))
+        if len(self.nbytes) <= FEW:
+            return sum(self.nbytes.tolist())
+        return int(np.add.reduce(self.nbytes, dtype=np.uint64))
 
 
 @dataclass(frozen=True, slots=True)

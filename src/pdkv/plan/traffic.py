@@ -49,7 +49,7 @@ def flow(
         layers.update(dict.fromkeys(share.layer_ids))
         heads.update(dict.fromkeys(held[at_dst] for _, at_dst in share.heads[0]))
         num_elements += count * len(share.layer_ids)
-        nbytes += count * _element_nbytes(geometry, c, share)
+        nbytes += count * geometry.share_nbytes(c, share)
     order = sorted(heads, key=list(held).index)
     return Flow(src_id, dst_id, tuple(sorted(layers)), tuple(order), num_elements, nbytes)
 
@@ -63,17 +63,11 @@ def moved_nbytes(
     num_tokens: int,
 ) -> int:
     """`flow(...).nbytes` alone."""
+    if geometry.are_whole(c) and geometry.components[c].kind != "row":
+        count = geometry.num_elements(c, decode_prefix_len, num_tokens)
+        return count * geometry.whole_nbytes(*pair, c)
     counts = _counts(geometry, pair, tags, c, decode_prefix_len, num_tokens)
-    return sum(count * _element_nbytes(geometry, c, share) for share, count in counts)
-
-
-def _element_nbytes(geometry: Geometry, c: int, share: Share) -> int:
-    """Bytes of one position in all layers of a share, all fields."""
-    fields = geometry.components[c].fields
-    of_a_layer = sum(
-        len(pairs) * spec.head_nbytes for pairs, spec in zip(share.heads, fields, strict=True)
-    )
-    return of_a_layer * len(share.layer_ids)
+    return sum(count * geometry.share_nbytes(c, share) for share, count in counts)
 
 
 def _counts(

@@ -360,6 +360,7 @@ def pack_page_ids(ids: Sequence[int] | npt.NDArray[Any]) -> bytes:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"page ids must be one row of integers, got {array.dtype} {array.shape}")
-    if array.size and (array.min() < 0 or array.max() >= 1 << 31):
+    # Seen as unsigned, a negative id is larger than any other.
+    if array.size and int(array.astype(np.int64, copy=False).view(np.uint64).max()) >= 1 << 31:
         raise ConfigError("page ids must lie in [0, 2**31)")
     return array.astype("<i4").tobytes()

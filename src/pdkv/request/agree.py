@@ -59,8 +59,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
     recompute: bool = False
 
     def __post_init__(self) -> None:
-        cause = fit_text(self.cause)
-        if cause != self.cause:
+        if self.cause and (cause := fit_text(self.cause)) != self.cause:
             msgspec.structs.force_setattr(self, "cause", cause)
 
 
@@ -76,6 +75,9 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     recompute: bool = False
 
 
+_FAILED = KVPoll.Failed
+
+
 def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     """Fold the votes of all ranks, one mapping per rank, into verdicts in key order.
 
@@ -83,11 +85,15 @@ def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     memory is released when every rank has it quiet, and an allocation is where the last rank is.
     A failure that is more than an eviction gives the cause. One unhealthy rank makes the group so.
     """
-    keys: Collection[Key] = {key for rank in votes for key in rank}
+    keys: Collection[Key] = votes[0] if len(votes) == 1 else {k for rank in votes for k in rank}
     if len(keys) > 1:
         keys = sorted(keys, key=_order)
-    verdicts = (_fold(key, [rank.get(key) for rank in votes]) for key in keys)
-    return tuple(verdict for verdict in verdicts if verdict is not None)
+    verdicts = []
+    for key in keys:
+        verdict = _fold(key, [rank[key] for rank in votes if key in rank], len(votes))
+        if verdict is not None:
+            verdicts.append(verdict)
+    return tuple(verdicts)
 
 
 def _order(key: Key) -> tuple[object, ...]:
@@ -95,31 +101,33 @@ def _order(key: Key) -> tuple[object, ...]:
     return (kind, *msgspec.structs.astuple(key))
 
 
-def _fold(key: Key, votes: list[Vote | None]) -> Verdict | None:
-    known = [vote for vote in votes if vote is not None]
-    complete = len(known) == len(votes)
-    released = complete and all(vote.released for vote in known)
-    failures = sorted(
-        (vote for vote in known if vote.poll == KVPoll.Failed), key=lambda vote: vote.recompute
-    )
-    failed = failures[0] if failures else None
+def _fold(key: Key, known: list[Vote], num_ranks: int) -> Verdict | None:
+    """The verdict on one key, of which at least one rank knows something."""
+    first = known[0]
+    poll, allocation, released = first.poll, first.allocation, len(known) == num_ranks
+    failed: Vote | None = None
+    differ = are_apart = False
+    for vote in known:
+        released = released and vote.released
+        if vote.poll == _FAILED and (failed is None or failed.recompute > vote.recompute):
+            failed = vote
+        poll, allocation = min(poll, vote.poll), min(allocation, vote.allocation)
+        differ = differ or vote.terms != first.terms
+        are_apart = are_apart or vote.candidate != first.candidate
     if failed is not None:
         recompute, met = failed.recompute, failed.candidate
-        return Verdict(key, KVPoll.Failed, released, failed.cause, met, recompute=recompute)
-    if len({vote.terms for vote in known}) > 1:
+        return Verdict(key, _FAILED, released, failed.cause, met, recompute=recompute)
+    if differ:
         terms = sorted({vote.terms for vote in known})
         cause = f"ranks of one engine differ in (num_tokens, decode_prefix_len): {terms}"
-        return Verdict(key, KVPoll.Failed, False, cause)
-    if not complete:
+        return Verdict(key, _FAILED, False, cause)
+    if len(known) < num_ranks:
         return None
-    poll = min(vote.poll for vote in known)
-    allocation = min(vote.allocation for vote in known)
-    candidates = {vote.candidate for vote in known}
     if isinstance(key, OpenKey):
         # A newer attempt may have reached some ranks first: wait until all have the same one.
-        if poll < KVPoll.WaitingForInput or len(candidates) > 1:
+        if poll < KVPoll.WaitingForInput or are_apart:
             return None
-        return Verdict(key, poll, False, identity=known[0].candidate, allocation=allocation)
+        return Verdict(key, poll, False, identity=first.candidate, allocation=allocation)
     return Verdict(key, poll, released, allocation=allocation)
 
 

@@ -85,7 +85,7 @@ class Outbox:
             pairing.tag_tokens(tag, self._prefix[peer], self._num_tokens).start
             for peer, queue in self._queues.items()
             for tag in queue
-            if not self._needs_finish(pairing, tag)
+            if not pairing.needs_end(tag)
         ]
         self.computed = min([self.computed, *starts])
 
@@ -102,7 +102,7 @@ class Outbox:
     @property
     def is_empty(self) -> bool:
         """Nothing waits and nothing is in flight."""
-        return not (any(self._queues.values()) or self._waiting or self.in_flight)
+        return not (self.in_flight or self._waiting or any(self._queues.values()))
 
     @property
     def due_at(self) -> float:
@@ -113,7 +113,7 @@ class Outbox:
 
     def busy_peers(self) -> set[int]:
         """Readers with a write in flight."""
-        return {peer for peer, _ in self.in_flight}
+        return {peer for peer, _ in self.in_flight} if self.in_flight else set()
 
     def ended(self, peer: int, tag: Tag, *, is_complete: bool) -> None:
         """A posted tag came to its end."""
@@ -132,8 +132,11 @@ class Outbox:
 
     def staged(self) -> dict[int, tuple[tuple[int, int], ...]]:
         """(component, chunk) of what went through staging, by reader; usually empty."""
-        found = {peer: self.sent(peer)[1] for peer in self._done}
-        return {peer: pairs for peer, pairs in found.items() if pairs}
+        found: dict[int, tuple[tuple[int, int], ...]] = {}
+        for peer, done in self._done.items():
+            if pairs := _pairs([tag for tag, is_staged in done.items() if is_staged]):
+                found[peer] = pairs
+        return found
 
     def _cut(self, pairing: Pairing, finish: Finish) -> None:
         """Prefill stops early: what lies behind whole transfer chunks is never sent."""
@@ -156,53 +159,49 @@ class Outbox:
                 continue
             if self.first_token is not None and self.first_token > prefix:
                 return posts, f"tokens {prefix}..{self.first_token} were never sent"
-            while queue and self._is_ready(pairing, queue[0], prefix, finish):
+            while queue:
+                ready = self._ready_events(pairing, queue[0], prefix, finish)
+                if ready is None:
+                    break
                 tag = queue.popleft()
                 if tag in self._prefers[peer]:
                     self._waiting[peer, tag] = now
                 else:
-                    posts.append(self._post(pairing, peer, tag, finish, None))
+                    posts.append(self._post(peer, tag, ready, None))
             if queue and finish is not None:
                 unsent = f"tokens {self.computed}..{self._num_tokens} were never sent"
                 return posts, f"finished, but {unsent}"
-        for key, since in list(self._waiting.items()):
+        for key, since in list(self._waiting.items()) if self._waiting else ():
             grant = self._grants.pop(key, None)
             if grant is not None or now - since >= self._limits.staging_wait_s:
                 del self._waiting[key]
-                posts.append(self._post(pairing, *key, finish, grant))
+                peer, tag = key
+                ready = self._ready_events(pairing, tag, self._prefix[peer], finish)
+                assert ready is not None
+                posts.append(self._post(peer, tag, ready, grant))
         return posts, ""
 
     def _post(
-        self,
-        pairing: Pairing,
-        peer: int,
-        tag: Tag,
-        finish: Finish | None,
-        grant: StageGrant | None,
+        self, peer: int, tag: Tag, ready: tuple[ReadyEvent, ...], grant: StageGrant | None
     ) -> PostTag:
         key = (peer, tag)
         self.in_flight.add(key)
         if grant is not None:
             self._staged.add(key)
-        return PostTag(peer, tag, self._events_for(pairing, tag, finish, self._prefix[peer]), grant)
+        return PostTag(peer, tag, ready, grant)
 
-    @staticmethod
-    def _needs_finish(pairing: Pairing, tag: Tag) -> bool:
-        components = pairing.src.kv.components
-        return tag.component == len(components) or components[tag.component].kind == "row"
-
-    def _is_ready(self, pairing: Pairing, tag: Tag, prefix: int, finish: Finish | None) -> bool:
-        if self._needs_finish(pairing, tag):
-            return finish is not None
-        return pairing.tag_tokens(tag, prefix, self._num_tokens).stop <= self.computed
-
-    def _events_for(
-        self, pairing: Pairing, tag: Tag, finish: Finish | None, prefix: int
-    ) -> tuple[ReadyEvent, ...]:
-        if self._needs_finish(pairing, tag):
-            return (finish.ready,) if finish is not None and finish.ready is not None else ()
+    def _ready_events(
+        self, pairing: Pairing, tag: Tag, prefix: int, finish: Finish | None
+    ) -> tuple[ReadyEvent, ...] | None:
+        """What a tag's write waits for; None while its tokens are not computed."""
+        if pairing.needs_end(tag):
+            if finish is None:
+                return None
+            return () if finish.ready is None else (finish.ready,)
         stop = pairing.tag_tokens(tag, prefix, self._num_tokens).stop
-        return tuple(ready for start, ready in self._ready if start < stop)
+        if stop > self.computed:
+            return None
+        return tuple([ready for start, ready in self._ready if start < stop])
 
     def covered(self, pairing: Pairing, finish: Finish, prefix: int) -> int:
         """The token count of the hand-over."""

@@ -23,6 +23,10 @@ class Readers:
         self.announces: dict[int, Announce] = {}
         self.staged: dict[int, frozenset[Tag]] = {}
         self.pairing: Pairing | None = None
+        # Whether each reader has asked, one way or the other; and has named its pages.
+        self.have_asked = False
+        self.have_pages = False
+        self.prefix = 0  # decode_prefix_len of the TransferInfos; 0 before there is one
         self._rank_id = rank_id
         self._num_expected = 0  # readers by the pairing
         self._num_tokens = num_tokens
@@ -32,24 +36,13 @@ class Readers:
         self.infos.clear()
         self.announces.clear()
         self.staged.clear()
+        self.have_asked = self.have_pages = False
+        self.prefix = 0
 
     @property
     def peers(self) -> Collection[int]:
         """Every rank that has asked."""
-        return self.infos.keys() | self.announces.keys()
-
-    @property
-    def have_asked(self) -> bool:
-        """Whether each reader has, one way or the other."""
-        return self._are_all(self.peers)
-
-    @property
-    def have_pages(self) -> bool:
-        """Whether each reader has named its pages."""
-        return self._are_all(self.infos)
-
-    def _are_all(self, peers: Collection[int]) -> bool:
-        return 0 < self._num_expected <= len(peers)
+        return self.infos.keys() | self.announces.keys() if self.announces else self.infos.keys()
 
     def without_word(self) -> list[int]:
         """Readers that have not asked."""
@@ -59,11 +52,6 @@ class Readers:
     def without_pages(self) -> list[int]:
         """Readers that have announced and not named their pages."""
         return sorted(self.announces.keys() - self.infos.keys())
-
-    @property
-    def prefix(self) -> int:
-        """decode_prefix_len of the TransferInfos; 0 before there is one."""
-        return next((info.decode_prefix_len for info in self.infos.values()), 0)
 
     def latest(self) -> dict[int, Asking]:
         """What each reader said last."""
@@ -84,18 +72,22 @@ class Readers:
                 return None
             return f"decode rank {peer} changed its {type(asking).__name__}"
         if isinstance(asking, TransferInfo):
+            if not self.infos:
+                self.prefix = asking.decode_prefix_len
             self.infos[peer] = asking
         else:
             self.announces[peer] = asking
         self.pairing = pairing
-        self._num_expected = pairing.num_readers(self._rank_id)
+        expected = self._num_expected = pairing.num_readers(self._rank_id)
+        self.have_asked = len(self.peers) >= expected
+        self.have_pages = len(self.infos) >= expected
         return self._problem(asking)
 
     def _problem(self, asking: Asking) -> str:
         if asking.num_tokens != self._num_tokens:
             return f"num_tokens differ: prefill {self._num_tokens}, decode {asking.num_tokens}"
-        prefixes = {info.decode_prefix_len for info in self.infos.values()}
-        if len(prefixes) > 1:
+        if isinstance(asking, TransferInfo) and asking.decode_prefix_len != self.prefix:
+            prefixes = {info.decode_prefix_len for info in self.infos.values()}
             return f"decode ranks differ in decode_prefix_len: {sorted(prefixes)}"
         expected = self._num_expected
         if asking.num_readers != expected:

@@ -138,7 +138,7 @@ class SenderMachine(Machine):
     @property
     def covered(self) -> int:
         """Positions that decode has when this is over; all of them but for LocalPrefill."""
-        if self.finish is None or self.pairing is None:
+        if not (self.finish and self.pairing and self.finish.outcome == Outcome.LOCAL_PREFILL):
             return self.num_tokens
         return self._outbox.covered(self.pairing, self.finish, self.readers.prefix)
 

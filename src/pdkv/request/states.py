@@ -68,7 +68,14 @@ class KVPoll(enum.IntEnum):
         self.is_terminal = value in (0, 4)
 
 
-class Trigger(enum.Enum):
+class _Word(enum.Enum):
+    """A member is only ever compared with itself, and looked up in the tables below: some twenty
+    times in the life of a request, so its hash is not that of its name, worked out in Python."""
+
+    __hash__ = object.__hash__
+
+
+class Trigger(_Word):
     """What can happen to an outcome, folded from counters."""
 
     BOOTSTRAPPED = "bootstrapped"  # receiver: every writer told; sender: group bound the room
@@ -77,7 +84,7 @@ class Trigger(enum.Enum):
     FAILED = "failed"  # abort, peer's failure, deadline, lost peer, bad stamp
 
 
-class Memory(enum.Enum):
+class Memory(_Word):
     """Who may still touch the request's memory."""
 
     HELD = "held"
@@ -93,14 +100,14 @@ class Allocation(enum.IntEnum):
     ALLOCATED = 2
 
 
-class AllocationTrigger(enum.Enum):
+class AllocationTrigger(_Word):
     """What can happen to an allocation."""
 
     COMPUTED = "computed"  # receiver: every writer said so; sender: said so to every reader
     ALLOCATED = "allocated"  # receiver: own engine named pages; sender: the group has them all
 
 
-class MemoryTrigger(enum.Enum):
+class MemoryTrigger(_Word):
     """What can happen to memory."""
 
     CONCLUDED = "concluded"  # the outcome is known
