@@ -49,3 +49,11 @@ def test_runs_below_the_break_even_are_staged_and_above_it_are_not() -> None:
         assert model.choose(Estimate(40_000, int(40_000 * limit * factor))) == way
     # A tag in few runs is never worth the copies, however small they are.
     assert model.choose(Estimate(100, 51_200)) == "direct"
+
+
+def test_what_a_run_costs_the_copies_speaks_for_direct_writes() -> None:
+    cheap, dear = CostModel(), CostModel(copy_run_s=2e-6)
+    assert dear.break_even_nbytes() < cheap.break_even_nbytes()
+    between = (dear.break_even_nbytes() + cheap.break_even_nbytes()) / 2
+    estimate = Estimate(40_000, int(40_000 * between))
+    assert (cheap.choose(estimate), dear.choose(estimate)) == ("staged", "direct")

@@ -20,43 +20,73 @@ from pdkv.testing.staging_pair import Setting, WriterSide
 
 __all__ = ["main", "measure"]
 
+_LONG_PAGE = 64  # tokens: with heads first its runs are of some 16 KiB
+
 
 def measure(
     setting: Setting, rounds: int, say: Callable[[str], None] = lambda _: None
 ) -> CostModel:
-    """The constants of one machine, from one tag in descriptors of one run each.
+    """The constants of one machine, from three tags; `say` is told what is measured.
 
-    The large write gives the wire's speed; what a direct tag takes beyond its bytes is the
-    descriptors'; what a staged one takes beyond its three copies is the staging's own. `say` is
-    told what is measured.
+    One in descriptors of one run each, as `setting` says: what it takes directly beyond its bytes
+    is the descriptors'. One of the same bytes in runs as long as pages allow: the speed of copies,
+    and from the difference to the first what a run costs them. And one of hardly any bytes: what
+    it takes staged is staging's own. Whatever is subtracted was measured in the same round, since
+    on a machine with other work a difference of medians may be nothing but that work.
     """
-    say("starting the process that is written to")
+    say("short runs: starting the process that is written to")
     with WriterSide(setting) as writer:
-        tag = writer.plans.tags[0]
-        estimate = writer.estimate(tag)
-        nbytes = writer.staged_nbytes(tag)
-        say("the wire: one large write")
-        writer.write_region(tag)
-        wire_s = writer.seconds(lambda: writer.write_region(tag), rounds)
-        say("gathers")
-        gather_s = writer.seconds(lambda: writer.gather(tag), rounds)
-        say("scatters")
-        scatter_s = writer.scatter_seconds(rounds)
-        # What both ways cost alike is neither the descriptors' nor the staging's.
-        both_s = writer.seconds(writer.round_trip, rounds)
-        say("requests, written directly")
-        direct_s = statistics.median(writer.write("direct") for _ in range(rounds))
-        say("requests, staged")
-        staged_s = statistics.median(writer.write("staged") for _ in range(rounds))
-    wire = nbytes / wire_s
-    runs_s = direct_s - both_s - estimate.nbytes / wire
+        estimate = writer.estimate(writer.plans.tags[0])
+        short = _Rounds(writer, rounds, say)
+    say("long runs: starting the process that is written to")
+    long_runs = msgspec.structs.replace(setting, order="HND", page_size=_LONG_PAGE)
+    with WriterSide(long_runs) as writer:
+        nbytes = writer.staged_nbytes(writer.plans.tags[0])
+        long = _Rounds(writer, rounds, say)
+    say("hardly any bytes: starting the process that is written to")
+    few_bytes = msgspec.structs.replace(setting, num_layers=1, num_tokens=setting.page_size)
+    with WriterSide(few_bytes) as writer:
+        few = _Rounds(writer, rounds, say)
+    gather_s, scatter_s = long.median("gather"), long.median("scatter")
+    copies_s = short.median("gather") + short.median("scatter")
+    wire_s = long.median("wire")
     return CostModel(
-        descriptor_s=max(1e-9, runs_s / estimate.num_descriptors),
-        wire_nbytes_per_s=wire,
+        descriptor_s=max(1e-9, short.median("direct", "both", "wire") / estimate.num_descriptors),
+        wire_nbytes_per_s=nbytes / wire_s,
         gather_nbytes_per_s=nbytes / gather_s,
         scatter_nbytes_per_s=nbytes / scatter_s,
-        staged_s=max(0.0, staged_s - both_s - wire_s - gather_s - scatter_s),
+        copy_run_s=max(0.0, (copies_s - gather_s - scatter_s) / estimate.num_descriptors),
+        staged_s=max(0.0, few.median("staged", "both")),
     )
+
+
+class _Rounds:
+    """Seconds of everything that is measured of one setting, round by round.
+
+    `both`: what either way costs beside bytes and runs, a round trip between the processes.
+    """
+
+    def __init__(self, writer: WriterSide, rounds: int, say: Callable[[str], None]) -> None:
+        tag = writer.plans.tags[0]
+        calls: dict[str, Callable[[], float]] = {
+            "wire": lambda: writer.seconds(lambda: writer.write_region(tag), 1),
+            "gather": lambda: writer.seconds(lambda: writer.gather(tag), 1),
+            "scatter": lambda: writer.scatter_seconds(1),
+            "both": lambda: writer.seconds(writer.round_trip, 1),
+            "direct": lambda: writer.write("direct"),
+            "staged": lambda: writer.write("staged"),
+        }
+        self._seconds: list[dict[str, float]] = []
+        for number in range(rounds + 1):  # the first finds cold memory
+            say(f"round {number} of {rounds}")
+            self._seconds.append({name: call() for name, call in calls.items()})
+        del self._seconds[0]
+
+    def median(self, name: str, *without: str) -> float:
+        """Of one figure, less others of its round."""
+        return statistics.median(
+            took[name] - sum(took[other] for other in without) for took in self._seconds
+        )
 
 
 def main(arguments: list[str]) -> int:
@@ -88,6 +118,8 @@ def main(arguments: list[str]) -> int:
         "wire_nbytes_per_s",
         "gather_nbytes_per_s",
         "scatter_nbytes_per_s",
+        "copy_run_s",
+        "staged_s",
     ):
         print(f"    {name}={getattr(model, name):.3g},")
     print(")")

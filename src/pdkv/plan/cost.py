@@ -25,7 +25,8 @@ class CostModel:
     """Seconds of a transfer as a linear function of descriptors and bytes.
 
     descriptor_s: each descriptor of a direct write. wire_nbytes_per_s: large writes.
-    gather_nbytes_per_s, scatter_nbytes_per_s: the copies at either end of a staged write.
+    gather_nbytes_per_s, scatter_nbytes_per_s: the copies at either end of a staged write, of long
+    runs; copy_run_s: what each run costs both of them beside its bytes.
     staged_s: what a staged write costs beside (grant, launch, one more hop of messages).
     """
 
@@ -33,6 +34,7 @@ class CostModel:
     wire_nbytes_per_s: float = 8.4e9
     gather_nbytes_per_s: float = 5.2e9
     scatter_nbytes_per_s: float = 4.6e9
+    copy_run_s: float = 0.0
     staged_s: float = 1e-3
 
     def direct(self, estimate: Estimate) -> float:
@@ -47,12 +49,13 @@ class CostModel:
             + 1 / self.wire_nbytes_per_s
             + 1 / self.scatter_nbytes_per_s
         )
-        return self.staged_s + self.descriptor_s + estimate.nbytes * per_nbyte
+        runs_s = estimate.num_descriptors * self.copy_run_s
+        return self.staged_s + self.descriptor_s + runs_s + estimate.nbytes * per_nbyte
 
     def break_even_nbytes(self) -> float:
         """Size of runs at which both ways cost the same, for tags with many of them."""
         copies = 1 / self.gather_nbytes_per_s + 1 / self.scatter_nbytes_per_s
-        return self.descriptor_s / copies
+        return max(0.0, self.descriptor_s - self.copy_run_s) / copies
 
     def choose(self, estimate: Estimate) -> Literal["direct", "staged"]:
         """The cheaper way; direct when they are equal, since it holds no memory."""
