@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,9 @@ from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
 from pdkv.kernels.cpu import CpuKernels
 from pdkv.limits import Limits
-from pdkv.plan import CostModel, TableCopy
+from pdkv.plan import CostModel, TableCopy, Tag
+from pdkv.pool.staging import StagingPool
+from pdkv.protocol import Identity
 from support import Engine, StagingSetting, World, model_cache, small_layout
 
 NUM_TOKENS = 30
@@ -297,3 +300,55 @@ def test_staging_memory_must_be_part_of_the_pool(world: World) -> None:
             inbox=None,  # type: ignore[arg-type]
             clock=node.now,
         )
+
+
+def gauges_of(engine: Engine, rank_id: int) -> dict[tuple[str, ...], float]:
+    return {
+        (sample.name, *sample.labels): sample.value for sample in engine.nodes[rank_id].metrics()
+    }
+
+
+def test_a_writer_that_waits_for_a_region_says_so_and_since_when() -> None:
+    world = World(Limits(keepalive_s=0.1, peer_lost_s=5.0, resend_s=0.1, staging_wait_s=2.0))
+    prefill = world.engine("p", small_layout(), staging=StagingSetting(), recorded=True)
+    one = StagingSetting(num_regions=1)
+    decode = world.engine("d", small_layout(tp_size=3), staging=one, recorded=True)
+    pools = [node.core.requests.staging.pool for node in decode.nodes]  # type: ignore[union-attr]
+    other = [pool.ask(Identity(9, 9, bytes(16)), "another", [(Tag(0, 0, 0), 64)]) for pool in pools]
+    taken = [pool.make()[0][1] for pool in pools]
+    assert other == [[], [], []]
+    send(prefill, decode)
+    world.run(10)
+    began = world.now
+    world.run(10, dt=0.05)
+    (waiting,) = prefill.prefill[0].health().waiting
+    assert (waiting.wait, waiting.peers) == ("grant", (0, 1, 2))
+    assert waiting.since <= began
+    assert "for 12 tags of decode ranks 0 (it waits for bytes), 1" in waiting.reason
+    gauges = gauges_of(prefill, 0)
+    assert gauges["pdkv_waiting_requests", "prefill", "region"] == 1
+    assert gauges["pdkv_staging_waiting_tags", "prefill"] == 12
+    assert gauges[("pdkv_staging_wait_seconds",)] == pytest.approx(waiting.waited_s)
+    for rank_id, endpoint in enumerate(decode.decode):
+        (reader,) = endpoint.health().waiting
+        assert "prefill rank 0 (it waits for a staging region)" in reader.reason
+        assert gauges_of(decode, rank_id)["pdkv_staging_waiting_tags", "decode"] == 4
+    # The writer's word is what makes the request a running one: none of its bytes are here.
+    assert all(demand.is_running for pool in pools for demand in demands(pool))
+    for pool, grant in zip(pools, taken, strict=True):
+        pool.give_back(grant)
+    for node in decode.nodes:
+        node.core.requests.staging.hand_out(node.core.requests.receivers)  # type: ignore[union-attr]
+    world.run(10, dt=0.05)
+    assert len(decode.events(Succeeded)) == 1
+    assert gauges_of(prefill, 0)[("pdkv_staging_wait_seconds",)] == 0
+    world.close()
+
+
+def demands(pool: StagingPool) -> list[Any]:
+    found = [
+        d
+        for place in pool._peers.values()
+        for d in (*place.running.values(), *place.ahead.values())
+    ]
+    return [demand for demand in found if demand.tags]

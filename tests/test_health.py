@@ -238,7 +238,7 @@ def decode_has_no_region_free(stage: Stage) -> Found:
         node.core.requests.staging.pool.make = list  # type: ignore[method-assign]
     staged.send(prefill, decode)
     stage.world.run(20)
-    return prefill.prefill[0].health(), "staging regions; without, its tags go direct"
+    return prefill.prefill[0].health(), "staging regions for 12 tags of decode ranks 0"
 
 
 @scenario("prefill", "room")

@@ -44,4 +44,9 @@ def set_gauges(
     for state, count in Counter(peer.state.value for peer in links.peers).items():
         registry.set("pdkv_peers", count, state)
     if requests.staging is not None:
-        registry.set("pdkv_staging_free_regions", requests.staging.pool.available)
+        staging = requests.staging
+        num_tags, wait_s = staging.without_region(requests.senders.values())
+        registry.set("pdkv_staging_free_regions", staging.pool.available)
+        registry.set("pdkv_staging_waiting_tags", num_tags, "prefill")
+        registry.set("pdkv_staging_waiting_tags", staging.pool.num_waiting, "decode")
+        registry.set("pdkv_staging_wait_seconds", wait_s)

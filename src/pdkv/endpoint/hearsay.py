@@ -19,7 +19,7 @@ from pdkv.request.states import KVPoll
 __all__ = ["is_news", "note_event", "own_word", "standing"]
 
 # Waits whose ranks are few and known at once; those of bytes are as many as tags.
-_NAMED_WAITS = (Wait.INFO, Wait.COMPUTED, Wait.PAGES, Wait.QUIET)
+_NAMED_WAITS = (Wait.INFO, Wait.COMPUTED, Wait.PAGES, Wait.QUIET, Wait.REGION)
 # Words that are answered as often as they are said.
 _ANSWERED = (int(Wait.PAGES), int(Wait.COMPUTED))
 _UNDER_WAY = (int(KVPoll.Bootstrapping), int(KVPoll.WaitingForInput), int(KVPoll.Transferring))

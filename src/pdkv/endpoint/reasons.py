@@ -27,6 +27,7 @@ _WORDS = {
     Wait.BYTES: "for bytes",
     Wait.QUIET: "for writers to be quiet",
     Wait.GROUP: "for the other ranks of its engine",
+    Wait.REGION: "for a staging region",
 }
 
 
@@ -113,6 +114,8 @@ class Reasons:
     def _writing(self, owner: Sending, who: str, since: float) -> Reason:
         """Its tags are posted, or about to be: the last of their stages that one is in."""
         waits = self._writes.get(owner.handle, Counter())
+        by_reader, oldest = owner.machine.without_region
+        num = sum(by_reader.values())
         for wait, reason in (
             ("wire", f"{{num}} writes on the wire to {who}"),
             ("gather", "{num} tags being gathered"),
@@ -121,8 +124,12 @@ class Reasons:
             ("source", "the ready event of the source pages of {num} tags"),
         ):
             if waits[wait]:
-                return Reason(wait, reason.format(num=waits[wait]), since)
-        return Reason("grant", "staging regions; without, its tags go direct", since)
+                more = f"; {num} more wait for a staging region" if num else ""
+                return Reason(wait, reason.format(num=waits[wait]) + more, since)
+        if not num:
+            return Reason("room", f"room in the backend for its tags to {who}", since)
+        reason = f"staging regions for {num} tags of {who}; without, they go direct"
+        return Reason("grant", reason, oldest)
 
     # -- peers ------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ kernels move bytes and when a tag is posted. Layer 5.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -23,11 +24,12 @@ from pdkv.layout import MemoryRegion, PoolLayout
 from pdkv.observe import Phase, Slice
 from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
 from pdkv.pool.staging import SendBuffers, StagingPool
-from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo
+from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo, Wait
 from pdkv.request.events import (
     Event,
     GrantsMade,
     PeerReady,
+    PeerSeen,
     ReceiverRequest,
     Scatter,
     Scattered,
@@ -152,6 +154,15 @@ class Staging:
             self.return_buffer(address)
             raise
 
+    def without_region(self, senders: Iterable[Sending]) -> tuple[int, float]:
+        """How many tags of these senders wait for a region, and for how many seconds the oldest
+        does."""
+        num, since = 0, math.inf
+        for owner in senders:
+            by_reader, oldest = owner.machine.without_region
+            num, since = num + sum(by_reader.values()), min(since, oldest)
+        return num, self._clock() - since if num else 0.0
+
     def return_buffer(self, address: int) -> None:
         """Nothing reads this buffer any more."""
         del self._lent[address]
@@ -175,10 +186,13 @@ class Staging:
                     self._tell(made, receivers)
                     return [GrantsMade(tuple(mine))] if mine else []
             case TagArrived(tag, is_staged):
-                self._arrived(owner, tag, is_staged=is_staged)
+                self._arrived(owner, tag, receivers, is_staged=is_staged)
             case TagsReported(peer, tags, _):
                 for component, chunk in tags:
-                    self._arrived(owner, Tag(peer, component, chunk), is_staged=False)
+                    tag = Tag(peer, component, chunk)
+                    self._arrived(owner, tag, receivers, is_staged=False)
+            case PeerSeen(peer, _, wait) if wait == Wait.REGION:
+                self._start(owner, peer, receivers)
         return []
 
     def ask_all(
@@ -226,12 +240,27 @@ class Staging:
         for identity, grants in made.items():
             self._inbox.append((receivers[identity], GrantsMade(tuple(grants))))
 
-    def _arrived(self, owner: Receiving, tag: Tag, *, is_staged: bool) -> None:
+    def _arrived(
+        self,
+        owner: Receiving,
+        tag: Tag,
+        receivers: Mapping[Identity, Receiving],
+        *,
+        is_staged: bool,
+    ) -> None:
         """A tag came: its request is running, and a direct one wants no region any more."""
-        key, identity = (owner.engine, tag.writer), owner.machine.identity
-        self.pool.start(identity, key)
         if not is_staged:
-            self.pool.withdraw(identity, key, tag)
+            key = (owner.engine, tag.writer)
+            self.pool.withdraw(owner.machine.identity, key, tag)
+        self._start(owner, tag.writer, receivers)
+
+    def _start(
+        self, owner: Receiving, rank_id: int, receivers: Mapping[Identity, Receiving]
+    ) -> None:
+        """This writer sends, or waits for a region to send. What its request holds counts as
+        granted ahead no longer, so others may get some."""
+        self.pool.start(owner.machine.identity, (owner.engine, rank_id))
+        self.hand_out(receivers)
 
     def scatter(self, owner: Receiving, action: Scatter) -> None:
         """Start to scatter; `poll` tells its end, also after an error."""

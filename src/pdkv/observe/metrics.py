@@ -119,6 +119,17 @@ METRICS: tuple[Metric, ...] = (
         help="staging regions that nobody holds; absent where nothing is staged",
     ),
     Metric(
+        name="pdkv_staging_waiting_tags",
+        kind="gauge",
+        help="tags without a region: computed here (prefill), asked of this node's pool (decode)",
+        labels=("role",),
+    ),
+    Metric(
+        name="pdkv_staging_wait_seconds",
+        kind="gauge",
+        help="for how long the oldest computed tag of this node has waited for a region",
+    ),
+    Metric(
         name="pdkv_healthy",
         kind="gauge",
         help="1 while the node admits requests",

@@ -293,6 +293,8 @@ class Wait(enum.IntEnum):
     """For those ranks' Quiesced."""
     GROUP = 7
     """For the other ranks of my own engine."""
+    REGION = 8
+    """For those ranks to grant staging regions; a tag that gets none goes direct."""
 
 
 class Waiting(msgspec.Struct, frozen=True, array_like=True):

@@ -6,7 +6,7 @@ The part of the sender that counts; it refuses to know outcomes, messages and vo
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import Counter, deque
 
 from pdkv.interfaces import ReadyEvent
 from pdkv.limits import Limits
@@ -110,6 +110,12 @@ class Outbox:
         if not self._waiting:
             return math.inf
         return min(self._waiting.values()) + self._limits.staging_wait_s
+
+    def without_region(self) -> tuple[dict[int, int], float]:
+        """How many tags wait for a region, by reader, and since when the oldest does (infinity
+        without one)."""
+        found = Counter(peer for peer, _ in self._waiting)
+        return dict(found), min(self._waiting.values(), default=math.inf)
 
     def busy_peers(self) -> set[int]:
         """Readers with a write in flight."""

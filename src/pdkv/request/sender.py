@@ -159,11 +159,18 @@ class SenderMachine(Machine):
             return Wait.GROUP if self.candidate is not None else Wait.INFO
         if self._outbox.in_flight:
             return Wait.BYTES
+        if self.without_region[0]:
+            return Wait.REGION
         if self.finish is None:
             return Wait.QUEUED
         if self.allocation is not Allocation.ALLOCATED:
             return Wait.GROUP if self.has_pages else Wait.PAGES
         return Wait.GROUP if self._outbox.is_empty else Wait.BYTES
+
+    @property
+    def without_region(self) -> tuple[dict[int, int], float]:
+        """Tags that wait for a staging region, by reader, and since when the oldest does."""
+        return self._outbox.without_region()
 
     def waits_for(self) -> tuple[int, ...]:
         """Rank ids of the peers this request waits for (empty: it waits for its own engine)."""
@@ -172,6 +179,8 @@ class SenderMachine(Machine):
             return tuple(self.readers.without_word())
         if wait is Wait.PAGES:
             return tuple(self.readers.without_pages())
+        if wait is Wait.REGION:
+            return tuple(sorted(self.without_region[0]))
         return tuple(sorted(self._outbox.busy_peers() | self.unsettled))
 
     def _on_event(self, event: Event, now: float) -> list[Action]:
