@@ -27,7 +27,7 @@ from pdkv.layout import (
     PoolLayout,
 )
 from pdkv.plan import Pairing, PreparedLists, RunBuffer, Tag, validate
-from pdkv.plan.runs import Runs, coalesce, coalesce_pages
+from pdkv.plan.runs import Runs, aligned_empty, coalesce, coalesce_pages
 
 NUM_LAYERS, NUM_HEADS, HEAD_NBYTES, NUM_TOKENS = 80, 8, 256, 4096
 
@@ -88,9 +88,10 @@ def measure_beside(
 
 def bare_write(buffer: RunBuffer, num_runs: int, dtype: type) -> Callable[[], object]:
     """The bytes of a plan of that many runs, written by numpy additions into the same memory."""
-    pieces, offsets = np.arange(160, dtype=dtype)[:, None], np.arange(num_runs // 160, dtype=dtype)
+    pieces, offsets = np.arange(320, dtype=dtype), aligned_empty(num_runs // 80, dtype)
+    offsets[:] = np.arange(len(offsets))
     out = buffer.take(2, num_runs, dtype).reshape(2, 160, -1)
-    return lambda: [np.add(pieces, offsets, out=row) for row in out]
+    return lambda: np.add(pieces.reshape(2, 160, 1), offsets.reshape(2, 1, -1), out=out)
 
 
 def measure_plan(

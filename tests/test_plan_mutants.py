@@ -65,8 +65,20 @@ MUTANTS = (
     Mutant(
         "dst pages paired by position from the first page",
         "pdkv.plan.pages",
-        "pages - self.first if self.first else pages",
-        "np.minimum(pages, len(ids) - 1)",
+        "ids[paged.pages - self.first]",
+        "ids[np.minimum(paged.pages, len(ids) - 1)]",
+    ),
+    Mutant(
+        "consecutive pages paired by position from the first page",
+        "pdkv.plan.pages",
+        "paged.first - self.first : paged.last - self.first + 1",
+        "0 : paged.last - paged.first + 1",
+    ),
+    Mutant(
+        "pages that are left out taken for consecutive",
+        "pdkv.plan.tokens",
+        "bool((np.diff(pages) == 1).all())",
+        "bool((np.diff(pages) > 0).all())",
     ),
     Mutant(
         "rounded float in the replica rule",

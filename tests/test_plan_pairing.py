@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from pdkv.errors import ConfigError, LayoutMismatch
+from pdkv.heads import head_writers
 from pdkv.layout import (
     Component,
     EngineLayout,
@@ -121,6 +122,13 @@ class TestFanIn:
         pairing = validate(engine(MLA, tp_size=2), engine(MLA, tp_size=8))
         assert pairing.readers(0) == (0, 1, 2, 3)
         assert pairing.num_readers(0) == 4
+
+    def test_engines_of_hundreds_of_ranks_pair_in_a_moment(self) -> None:
+        kv = KVLayout.mha(num_layers=2, total_kv_heads=64, head_dim=8, dtype="bfloat16")
+        pairing = validate(engine(kv, tp_size=256), engine(kv, tp_size=192))
+        for dst_rank in (0, 1, 100, 191):
+            writers = head_writers(dst_rank, src_tp_size=256, dst_tp_size=192, total_kv_heads=64)
+            assert pairing.writers(dst_rank) == writers
 
     def test_aux_comes_from_the_last_stage(self) -> None:
         pairing = validate(engine(tp_size=2, pp_size=2), engine(tp_size=2, pp_size=2))

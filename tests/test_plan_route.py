@@ -30,7 +30,7 @@ from pdkv.plan import (
     geometry,
     validate,
 )
-from pdkv.plan.pages import require_distinct
+from pdkv.plan.pages import are_distinct, require_distinct
 
 KV = KVLayout.mha(num_layers=2, total_kv_heads=4, head_dim=8, dtype="bfloat16")
 HEAD = 16
@@ -173,6 +173,27 @@ class TestRefusals:
             with pytest.raises(ConfigError, match=f"names page {ids[7]} twice"):
                 require_distinct(ids, 64, kept)
         require_distinct(ids[8:40], 64, buffer)
+
+    def test_whether_ids_are_distinct_is_one_answer_however_many_there_are(self) -> None:
+        buffer, rng = RunBuffer(), np.random.default_rng(6)
+        for num_ids, num_pages in ((0, 8), (1, 8), (3, 8), (1 << 16, 1 << 17), (70_000, 1 << 17)):
+            ids = rng.permutation(num_pages)[:num_ids]
+            assert are_distinct(ids)
+            assert are_distinct(ids, num_pages, buffer)
+            if num_ids > 1:
+                ids[-1] = ids[num_ids // 2]
+                assert not are_distinct(ids)
+                assert not are_distinct(ids, num_pages, buffer)
+
+    def test_a_page_of_another_writer_that_the_pool_lacks_is_named_with_a_buffer_too(self) -> None:
+        src = msgspec.structs.replace(
+            engine(cp_size=2), token_shard=TokenShard(owners=(0, 1), interleave=4)
+        )
+        one = route((src, pool()), (engine(), pool()))
+        for ids in ([2, 99, 3], [3, -1, 2]):
+            for buffer in (None, RunBuffer()):
+                with pytest.raises(ConfigError, match=f"dst_page_ids: id {ids[1]} "):
+                    plan(one, [1, 4], ids, 12, buffer=buffer)
 
     def test_a_page_that_is_not_known_may_stay_so_until_it_is_needed(self) -> None:
         layout = engine(chunk_tokens=4)

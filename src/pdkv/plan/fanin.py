@@ -32,8 +32,10 @@ class FanIn:
         aux = [next((s for s in w if s >= last_stage), last_stage) for w in writers]
         self.aux_writers = tuple(aux)
         self.writers = tuple(tuple(sorted({*w, a})) for w, a in zip(writers, aux, strict=True))
-        self.readers = tuple(
-            tuple(d for d in range(num_dst) if s in self.writers[d]) for s in range(num_src)
-        )
+        readers: list[list[int]] = [[] for _ in range(num_src)]
+        for d, senders in enumerate(self.writers):
+            for s in senders:
+                readers[s].append(d)
+        self.readers = tuple(map(tuple, readers))
         idle = [s for s in range(num_src) if not self.readers[s]]
         self.dummies = tuple(tuple(idle[d::num_dst]) for d in range(num_dst))

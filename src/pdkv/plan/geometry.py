@@ -111,20 +111,20 @@ class Geometry:
     def shares(self, src_rank_id: int, dst_rank_id: int, c: int) -> tuple[Share, ...]:
         """The shares of component c that this pair may ever move."""
         key = (src_rank_id, dst_rank_id, c)
-        if key not in self._share_cache:
+        found = self._share_cache.get(key)
+        if found is None:
             src, dst = self.src_ranks[src_rank_id], self.dst_ranks[dst_rank_id]
-            self._share_cache[key] = tuple(self._find_shares(src, dst, c))
-        return self._share_cache[key]
+            found = self._find_shares(src, dst, c)
+            # Of two engines of hundreds of ranks nearly all pairs have none.
+            if found:
+                self._share_cache[key] = found
+        return found
 
-    def _find_shares(self, src: Rank, dst: Rank, c: int) -> Iterator[Share]:
+    def _find_shares(self, src: Rank, dst: Rank, c: int) -> tuple[Share, ...]:
         row = self.components[c].kind == "row"
         if not row and not self._ever_share(c, src.cp_rank, dst.cp_rank):
-            return
-        for share in self._ownership[c].shares(src, dst):
-            # As many units as writers reach every pair that any number of units reaches.
-            most = share.src.num_holders if self.striping and not row else 1
-            if share.units(most):
-                yield share
+            return ()
+        return tuple(self._ownership[c].shares(src, dst, striping=self.striping and not row))
 
     def src_heads(self, src_rank_id: int, c: int, field: int = 0) -> Sequence[int]:
         """Global heads of a field in the order of a src rank's H axis."""

@@ -10,7 +10,7 @@ Refuses to know pages and addresses. Layer 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from pdkv.heads import owned_heads, replica_units
@@ -54,23 +54,33 @@ class Ownership:
         self._rows = component.kind == "row"
         self._layers = [_layers_by_pp_rank(e, component) for e in (src, dst)]
         self._heads = [_heads_by_tp_rank(e, component) for e in (src, dst)]
+        self._held = [[frozenset().union(*rank) for rank in side] for side in self._heads]
+        self._layer_places = [_places(side) for side in self._layers]
+        self._head_places = [
+            [_places([rank[field] for rank in side]) for field in range(self._num_fields)]
+            for side in self._heads
+        ]
         self._cp_sizes = (src.parallel.cp_size, dst.parallel.cp_size)
-        self._layer_groups: dict[tuple[int, int], dict[tuple[Place, Place], list[int]]] = {}
-        self._head_groups: dict[tuple[int, int], dict[tuple[Place, Place], list[Heads]]] = {}
+        self._layer_groups: dict[tuple[int, int], dict[tuple[Place, Place], tuple[int, ...]]] = {}
 
-    def shares(self, src: Rank, dst: Rank) -> tuple[Share, ...]:
-        """All shares of a pair. Every CP rank holds the rows; of tokens each has its own."""
+    def shares(self, src: Rank, dst: Rank, *, striping: bool) -> Iterator[Share]:
+        """What a pair may ever move. Every CP rank holds the rows; of tokens each has its own."""
+        # Most pairs of large engines have nothing in common, and all are asked.
+        if self._held[0][src.tp_rank].isdisjoint(self._held[1][dst.tp_rank]):
+            return
         cp = (Place(0, 1), Place(0, 1))
         if self._rows:
             src_cp_size, dst_cp_size = self._cp_sizes
             cp = (Place(src.cp_rank, src_cp_size), Place(dst.cp_rank, dst_cp_size))
-        shares = []
+        by_head = self._by_head(src.tp_rank, dst.tp_rank)
         for layer_key, layer_ids in self._by_layer(src.pp_rank, dst.pp_rank).items():
-            for head_key, heads in self._by_head(src.tp_rank, dst.tp_rank).items():
+            for head_key, heads in by_head.items():
                 at_src = _nest(layer_key[0], cp[0], head_key[0])
                 at_dst = _nest(layer_key[1], cp[1], head_key[1])
-                shares.append(Share(at_src, at_dst, tuple(layer_ids), tuple(heads)))
-        return tuple(shares)
+                share = Share(at_src, at_dst, layer_ids, heads)
+                # As many units as writers reach every pair that any number of units reaches.
+                if share.units(at_src.num_holders if striping else 1):
+                    yield share
 
     def heads(self, side: int, tp_rank: int, field: int) -> Sequence[int]:
         """Global heads of a rank, in the order of its H axis; side 0 is src."""
@@ -78,17 +88,15 @@ class Ownership:
 
     def stripe_factor(self) -> int:
         """Full chunks of a multiple of that many stripe units load all replicas equally."""
-        layer_ids = {layer for stage in self._layers[0] for layer in stage}
+        layer_ids = self._layer_places[0]
         pp_counts = {
-            tuple(sum(layer in stage for stage in side) for side in self._layers)
-            for layer in layer_ids
+            tuple(len(side.get(layer, ())) for side in self._layer_places) for layer in layer_ids
         }
-        tp_counts = set()
-        for field in range(self._num_fields):
-            for head in {h for rank in self._heads[0] for h in rank[field]}:
-                tp_counts.add(
-                    tuple(sum(head in rank[field] for rank in side) for side in self._heads)
-                )
+        tp_counts = {
+            tuple(len(side[field].get(head, ())) for side in self._head_places)
+            for field in range(self._num_fields)
+            for head in self._head_places[0][field]
+        }
         factors = {1}
         for pp_src, pp_dst in pp_counts:
             for tp_src, tp_dst in tp_counts:
@@ -96,31 +104,25 @@ class Ownership:
                     factors.add(pp_src * tp_src // math.gcd(pp_src * tp_src, pp_dst * tp_dst))
         return math.lcm(*factors)
 
-    def _by_layer(self, src_pp: int, dst_pp: int) -> dict[tuple[Place, Place], list[int]]:
+    def _by_layer(self, src_pp: int, dst_pp: int) -> dict[tuple[Place, Place], tuple[int, ...]]:
         key = (src_pp, dst_pp)
         if key not in self._layer_groups:
             groups: dict[tuple[Place, Place], list[int]] = {}
             wanted = set(self._layers[1][dst_pp])
+            at_src, at_dst = self._layer_places
             for layer in self._layers[0][src_pp]:
                 if layer in wanted:
-                    holders = [
-                        [pp for pp, stage in enumerate(side) if layer in stage]
-                        for side in self._layers
-                    ]
-                    places = _places(holders, key)
+                    places = (at_src[layer][src_pp], at_dst[layer][dst_pp])
                     groups.setdefault(places, []).append(layer)
-            self._layer_groups[key] = groups
+            self._layer_groups[key] = {k: tuple(v) for k, v in groups.items()}
         return self._layer_groups[key]
 
-    def _by_head(self, src_tp: int, dst_tp: int) -> dict[tuple[Place, Place], list[Heads]]:
-        key = (src_tp, dst_tp)
-        if key not in self._head_groups:
-            groups: dict[tuple[Place, Place], list[list[tuple[int, int]]]] = {}
-            for field, places, pair in self._head_pairs(key):
-                group = groups.setdefault(places, [[] for _ in range(self._num_fields)])
-                group[field].append(pair)
-            self._head_groups[key] = {k: [tuple(h) for h in v] for k, v in groups.items()}
-        return self._head_groups[key]
+    def _by_head(self, src_tp: int, dst_tp: int) -> dict[tuple[Place, Place], tuple[Heads, ...]]:
+        groups: dict[tuple[Place, Place], list[list[tuple[int, int]]]] = {}
+        for field, places, pair in self._head_pairs((src_tp, dst_tp)):
+            group = groups.setdefault(places, [[] for _ in range(self._num_fields)])
+            group[field].append(pair)
+        return {k: tuple(tuple(h) for h in v) for k, v in groups.items()}
 
     def _head_pairs(
         self, key: tuple[int, int]
@@ -128,19 +130,24 @@ class Ownership:
         """(field, places, (src position, dst position)) of each head that both ranks hold."""
         src_tp, dst_tp = key
         for field in range(self._num_fields):
+            src_places, dst_places = (side[field] for side in self._head_places)
             at_src = {head: i for i, head in enumerate(self._heads[0][src_tp][field])}
             for at_dst, head in enumerate(self._heads[1][dst_tp][field]):
                 if head in at_src:
-                    holders = [
-                        [tp for tp, rank in enumerate(side) if head in rank[field]]
-                        for side in self._heads
-                    ]
-                    yield field, _places(holders, key), (at_src[head], at_dst)
+                    places = (src_places[head][src_tp], dst_places[head][dst_tp])
+                    yield field, places, (at_src[head], at_dst)
 
 
-def _places(holders: list[list[int]], ranks: tuple[int, int]) -> tuple[Place, Place]:
-    src, dst = (Place(h.index(r), len(h)) for h, r in zip(holders, ranks, strict=True))
-    return src, dst
+def _places(held_by_rank: Sequence[Iterable[int]]) -> dict[int, dict[int, Place]]:
+    """For each layer or head the place of every rank that holds it, by rank."""
+    holders: dict[int, list[int]] = {}
+    for rank, held in enumerate(held_by_rank):
+        for one in dict.fromkeys(held):
+            holders.setdefault(one, []).append(rank)
+    return {
+        one: {rank: Place(at, len(ranks)) for at, rank in enumerate(ranks)}
+        for one, ranks in holders.items()
+    }
 
 
 def _nest(*axes: Place) -> Place:

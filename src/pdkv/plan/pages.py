@@ -15,12 +15,14 @@ import numpy.typing as npt
 
 from pdkv.errors import ConfigError
 from pdkv.plan.runs import FEW, RunBuffer
-from pdkv.plan.tokens import Ints, Segments, Steps
+from pdkv.plan.tokens import Ints, Paged, Segments, Steps
 
 __all__ = ["PageIds", "PageTable", "Placed", "are_distinct", "as_ids", "place", "require_distinct"]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
-_MARKED_PER_ID = 64  # below so many pages per id, marking pages is faster than sorting ids
+_INT64 = np.dtype(np.int64)
+# A buffer keeps 2 bytes for each page, which hold the index of an id. Beyond, ids are sorted.
+_MAX_NOTED_PAGES, _MAX_NOTED_IDS = 1 << 25, 1 << 16
 
 
 class Placed(NamedTuple):
@@ -61,30 +63,37 @@ class PageTable:
         """(page id, offset in the page) of each segment."""
         if len(ids) != self.length:
             raise ConfigError(f"{self.side}_page_ids has {len(ids)} entries, not {self.length}")
-        pages, offsets = cut.paged(self.side, self.page)
-        found = self._pick(ids, pages)
+        paged = cut.paged(self.side, self.page)
+        if paged.consecutive:
+            found = stretch = self._stretch(ids, paged)
+        else:
+            found = ids[paged.pages - self.first]
+            # Of src what is not needed may be unknown; dst has all its pages before it asks.
+            stretch = found if self.side == "src" else self._stretch(ids, paged)
+        self._check(stretch)
+        return found, paged.offsets
+
+    def _check(self, ids: Ints) -> None:
+        """ConfigError for an id that is not in the pool."""
         # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
-        seen = found.view(np.uint64)
-        if max(seen.tolist() if len(seen) <= FEW else (seen.max(),)) >= self.num_pages:
-            bad = int(found[(found < 0) | (found >= self.num_pages)][0])
+        seen = ids.view(np.uint64)
+        most = max(seen.tolist()) if len(seen) <= FEW else np.maximum.reduce(seen)
+        if most >= self.num_pages:
+            bad = int(ids[(ids < 0) | (ids >= self.num_pages)][0])
             what = "is not known" if bad == -1 else f"is outside of {self.num_pages} pages"
             raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
-        return found, offsets
 
-    def _pick(self, ids: Ints, pages: Ints) -> Ints:
-        first, last = int(pages[0]) - self.first, int(pages[-1]) - self.first
-        # Local pages ascend: as many different ones as lie between the ends are all of them.
-        if self.page == 1 and last - first == len(pages) - 1:
-            return ids[first : last + 1]
-        return ids[pages - self.first if self.first else pages]
+    def _stretch(self, ids: Ints, paged: Paged) -> Ints:
+        """The ids from the first of some local pages to the last."""
+        return ids[paged.first - self.first : paged.last - self.first + 1]
 
     def require_distinct(self, ids: Ints, cut: Segments, buffer: RunBuffer | None = None) -> None:
-        """ConfigError for a page that stands for two of the local pages in which segments lie."""
+        """ConfigError for a page that stands for two of the local pages in which segments lie.
+        The ids are checked by `find`."""
         if len(ids) < 2:
             return
-        pages, _ = cut.paged(self.side, self.page)
-        first, last = int(pages[0]) - self.first, int(pages[-1]) - self.first
-        require_distinct(ids[first : last + 1], self.num_pages, buffer)
+        stretch = self._stretch(ids, cut.paged(self.side, self.page))
+        require_distinct(stretch, self.num_pages, buffer)
 
 
 def place(
@@ -103,32 +112,37 @@ def place(
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length, cut.steps)
 
 
-def are_distinct(ids: npt.NDArray[np.integer]) -> bool:
-    """Whether no id occurs twice. Cheap where they ascend, as those of an allocator mostly do."""
-    return len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()) or len(np.unique(ids)) == len(ids)
+def are_distinct(
+    ids: npt.NDArray[np.integer], num_pages: int = 0, buffer: RunBuffer | None = None
+) -> bool:
+    """Whether no id occurs twice. Cheap where they ascend, as those of an allocator mostly do.
+
+    With a `buffer`, and all ids in [0, num_pages), the others cost no sort.
+    """
+    if len(ids) < 2 or np.count_nonzero(ids[1:] > ids[:-1]) == len(ids) - 1:
+        return True
+    if buffer is not None and len(ids) <= _MAX_NOTED_IDS and num_pages <= _MAX_NOTED_PAGES:
+        # Each id notes its index in the place of its page: of two alike only the last is read back.
+        noted, order = buffer.notes(num_pages), buffer.order(len(ids))
+        noted[ids] = order
+        return bool(np.count_nonzero(noted.take(ids) == order) == len(ids))
+    # 32 bits sort several times as fast.
+    ordered = np.sort(ids.astype(np.int32) if 0 < num_pages < 1 << 31 else ids)
+    return bool((ordered[1:] != ordered[:-1]).all())
 
 
 def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None) -> None:
     """ConfigError when an id in [0, num_pages) occurs twice."""
-    if len(ids) < 2 or bool((ids[1:] > ids[:-1]).all()):
-        return
-    if buffer is not None and num_pages <= _MARKED_PER_ID * len(ids):
-        marks = buffer.marks(num_pages)
-        marks[ids] = True
-        if np.count_nonzero(marks) == len(ids):
-            return
-    # 32 bits sort several times as fast.
-    ordered = np.sort(ids.astype(np.int32) if num_pages < 1 << 31 else ids)
-    twice = ordered[1:] == ordered[:-1]
-    if twice.any():
-        page_id = int(ordered[1:][twice][0])
+    if not are_distinct(ids, num_pages, buffer):
+        ordered = np.sort(ids)
+        page_id = int(ordered[1:][ordered[1:] == ordered[:-1]][0])
         raise ConfigError(f"dst_page_ids names page {page_id} twice")
 
 
 def as_ids(ids: PageIds) -> Ints:
     """A list of ids as int64, without a copy where it is one already."""
     array = np.asarray(ids)
-    if array.dtype == np.int64 and array.ndim == 1:
+    if array.dtype == _INT64 and array.ndim == 1:
         return array
     if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
         raise ConfigError(f"page ids must be a flat list of integers, not {array.dtype}")

@@ -211,10 +211,10 @@ class Pairing:
         Elements that both hold and that this writer is chosen for, times layers and heads shared,
         times the bytes of a head in each field. Of a partial last page only its tokens count.
         """
-        tags = self.writer_tags(src_rank_id, dst_rank_id, decode_prefix_len, num_tokens)
+        self.check_prefix(decode_prefix_len, num_tokens)
         pair = (src_rank_id, dst_rank_id)
         return sum(
-            moved_nbytes(self._geometry, pair, tags, c, decode_prefix_len, num_tokens)
+            moved_nbytes(self._geometry, pair, c, decode_prefix_len, num_tokens)
             for c in range(self._aux_component)
         )
 
@@ -225,12 +225,12 @@ class Pairing:
 
         Pairs that only exchange other components, or aux, are left out.
         """
+        self.check_prefix(decode_prefix_len, num_tokens)
         found = []
         for dst_id in range(self.dst.parallel.num_ranks):
             for src_id in self.writers(dst_id):
-                tags = self.writer_tags(src_id, dst_id, decode_prefix_len, num_tokens)
                 pair = (src_id, dst_id)
-                one = flow(self._geometry, pair, tags, component, decode_prefix_len, num_tokens)
+                one = flow(self._geometry, pair, component, decode_prefix_len, num_tokens)
                 if one.nbytes:
                     found.append(one)
         return tuple(found)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 __all__ = [
     "Ints",
+    "Paged",
     "Segments",
     "Steps",
     "TokenMap",
@@ -108,6 +109,20 @@ class TokenMap:
         return np.asarray((cycles * len(mine) + order[unit]) * self.interleave + inside)
 
 
+class Paged(NamedTuple):
+    """In which local pages segments begin, and where in them.
+
+    Where all offsets are 0, a single one stands for all. `first` and `last` page; `consecutive`:
+    between them each page has just one segment.
+    """
+
+    pages: Ints
+    offsets: Ints
+    first: int
+    last: int
+    consecutive: bool
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
     """Stretches that are consecutive on both sides and cross no page of either.
@@ -119,22 +134,28 @@ class Segments:
     src: Ints
     dst: Ints
     length: Ints
-    _paged: dict[tuple[str, int], tuple[Ints, Ints]] = field(default_factory=dict, repr=False)
+    _paged: dict[tuple[str, int], Paged] = field(default_factory=dict, repr=False)
     _steps: list[Steps] = field(default_factory=list, repr=False)
 
     def __len__(self) -> int:
         return len(self.length)
 
-    def paged(self, side: str, page: int) -> tuple[Ints, Ints]:
-        """(local page, offset in the page) of each first element at "src" or "dst". Where all
-        offsets are 0, a single one stands for all."""
+    def paged(self, side: str, page: int) -> Paged:
+        """The pages of the first elements at "src" or "dst"."""
         key = (side, page)
-        if key not in self._paged:
+        found = self._paged.get(key)
+        if found is None:
             elements = self.src if side == "src" else self.dst
             pages = elements if page == 1 else elements // page
             offsets = elements - pages * page
-            self._paged[key] = pages, offsets if offsets.any() else _NO_OFFSETS
-        return self._paged[key]
+            found = self._paged[key] = Paged(
+                pages,
+                offsets if offsets.any() else _NO_OFFSETS,
+                int(pages[0]),
+                int(pages[-1]),
+                bool((np.diff(pages) == 1).all()),
+            )
+        return found
 
     @property
     def steps(self) -> Steps:
@@ -150,24 +171,39 @@ class Steps:
     def __init__(self, length: Ints) -> None:
         self._longest = int(length.max())
         self._length = None if int(length.min()) == self._longest else length
+        self._num_elements = int(length.sum())
         self._inside: dict[tuple[str, int], npt.NDArray[Any]] = {}
 
-    def spread(self, first: npt.NDArray[Any], step: int) -> npt.NDArray[Any]:
-        """first[i] + k * step for each element k of segment i, one segment after the other, in
-        the type of `first`."""
+    @property
+    def num_elements(self) -> int:
+        """Elements of all segments."""
+        return self._num_elements
+
+    def spread(self, first: Ints, step: int) -> Ints:
+        """first[i] + k * step for each element k of segment i, one segment after the other."""
         if self._longest == 1:
             return first
-        each = self._longest if self._length is None else self._length
-        spread = np.repeat(first, each)
-        spread += self._steps_inside(len(first), step, first.dtype)
-        return spread
+        out = np.empty(self._num_elements, np.int64)
+        self.spread_into(first, step, out)
+        return out
 
-    def _steps_inside(self, num_segments: int, step: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        """k * step for each element; kept, since the next plan of this route asks for the same."""
+    def spread_into(self, first: Ints, step: int, out: npt.NDArray[np.integer[Any]]) -> None:
+        """`spread` into num_elements of a type that may be narrower, if it holds every result."""
+        # The narrow type before the elements are listed: fewer bytes to write.
+        narrow = first.astype(out.dtype, copy=False)
+        inside = self._steps_inside(step, out.dtype)
+        if self._length is None:
+            np.add(narrow[:, None], inside, out=out.reshape(-1, self._longest))
+        else:
+            np.add(np.repeat(narrow, self._length), inside, out=out)
+
+    def _steps_inside(self, step: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+        """k * step for each element, of one segment where all are alike; kept, since the next plan
+        of this route asks for the same."""
         key = (np.dtype(dtype).str, step)
         if key not in self._inside:
             if self._length is None:
-                inside = np.tile(np.arange(self._longest, dtype=np.int64), num_segments)
+                inside = np.arange(self._longest, dtype=np.int64)
             else:
                 end = np.cumsum(self._length)
                 inside = np.arange(end[-1]) - np.repeat(end - self._length, self._length)

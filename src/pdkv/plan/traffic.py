@@ -6,6 +6,7 @@ Counts what the planner would move, without addresses. Layer 1.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from pdkv.plan.geometry import Geometry, Tag
@@ -34,18 +35,17 @@ class Flow(NamedTuple):
 def flow(
     geometry: Geometry,
     pair: tuple[int, int],
-    tags: tuple[Tag, ...],
     c: int,
     decode_prefix_len: int,
     num_tokens: int,
 ) -> Flow:
-    """The part of component c in the tags of a pair (src rank_id, dst rank_id)."""
+    """What a pair (src rank_id, dst rank_id) moves of component c."""
     src_id, dst_id = pair
     layers: dict[int, None] = {}
     heads: dict[int, None] = {}
     num_elements = nbytes = 0
     held = geometry.dst_heads(dst_id, c)
-    for share, count in _counts(geometry, pair, tags, c, decode_prefix_len, num_tokens):
+    for share, count in _counts(geometry, pair, c, decode_prefix_len, num_tokens):
         layers.update(dict.fromkeys(share.layer_ids))
         heads.update(dict.fromkeys(held[at_dst] for _, at_dst in share.heads[0]))
         num_elements += count * len(share.layer_ids)
@@ -57,7 +57,6 @@ def flow(
 def moved_nbytes(
     geometry: Geometry,
     pair: tuple[int, int],
-    tags: tuple[Tag, ...],
     c: int,
     decode_prefix_len: int,
     num_tokens: int,
@@ -66,14 +65,13 @@ def moved_nbytes(
     if geometry.are_whole(c) and geometry.components[c].kind != "row":
         count = geometry.num_elements(c, decode_prefix_len, num_tokens)
         return count * geometry.whole_nbytes(*pair, c)
-    counts = _counts(geometry, pair, tags, c, decode_prefix_len, num_tokens)
+    counts = _counts(geometry, pair, c, decode_prefix_len, num_tokens)
     return sum(count * geometry.share_nbytes(c, share) for share, count in counts)
 
 
 def _counts(
     geometry: Geometry,
     pair: tuple[int, int],
-    tags: tuple[Tag, ...],
     c: int,
     decode_prefix_len: int,
     num_tokens: int,
@@ -86,10 +84,21 @@ def _counts(
     src_map, dst_map = geometry.token_maps(c, num_tokens)
     src_cp, dst_cp = geometry.src_ranks[pair[0]].cp_rank, geometry.dst_ranks[pair[1]].cp_rank
     per_share: Counter[int] = Counter()
-    for tag in tags:
-        if tag.component == c:
-            for part in geometry.stretches(*pair, tag, decode_prefix_len, num_tokens):
-                per_share[part.share] += num_shared(
-                    src_map, src_cp, dst_map, dst_cp, part.start, part.stop
-                )
+    for tag in _tags(geometry, pair, c, decode_prefix_len, num_tokens):
+        for part in geometry.stretches(*pair, tag, decode_prefix_len, num_tokens):
+            per_share[part.share] += num_shared(
+                src_map, src_cp, dst_map, dst_cp, part.start, part.stop
+            )
     return [(shares[i], count) for i, count in sorted(per_share.items()) if count]
+
+
+def _tags(
+    geometry: Geometry, pair: tuple[int, int], c: int, decode_prefix_len: int, num_tokens: int
+) -> Iterator[Tag]:
+    """What a pair sends of a component."""
+    if geometry.components[c].kind == "row":
+        yield Tag(pair[0], c, 0)
+        return
+    start = geometry.start(c, decode_prefix_len, num_tokens)
+    for chunk in geometry.sent_chunks(*pair, c, start, num_tokens):
+        yield Tag(pair[0], c, chunk)
