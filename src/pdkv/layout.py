@@ -21,6 +21,7 @@ from typing import Literal, Self
 
 import msgspec
 
+from pdkv._differences import differences
 from pdkv.errors import ConfigError
 from pdkv.topology import Parallel
 
@@ -60,21 +61,26 @@ DTYPE_NBYTES = {
 """Bytes of one element of each dtype that a layout may name (torch's names)."""
 
 
-class Field(msgspec.Struct, frozen=True):
+class Field(msgspec.Struct, frozen=True, omit_defaults=True):
     """One tensor of a component, as the model sees it.
 
     `total_heads` counts what tensor parallelism shards: KV heads of the model (never of a rank),
     1 for an MLA latent or anything replicated, the shardable units of a recurrent state.
+    `scales`: of a quantised field, one for each of the component's layers: an element's value is
+    what is stored times the scale of its layer.
     """
 
     name: str
     total_heads: int
     head_dim: int
     dtype: str
+    scales: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPE_NBYTES:
             raise ConfigError(f"field {self.name!r}: unknown dtype {self.dtype!r}")
+        if not all(math.isfinite(scale) and scale > 0 for scale in self.scales):
+            raise ConfigError(f"field {self.name!r}: scales must be positive numbers")
         if self.total_heads < 1 or self.head_dim < 1:
             raise ConfigError(f"field {self.name!r}: total_heads and head_dim must be positive")
 
@@ -110,6 +116,9 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"component {self.name!r}: layer_ids must be distinct and not empty")
         if not self.fields or len({f.name for f in self.fields}) != len(self.fields):
             raise ConfigError(f"component {self.name!r}: field names must be distinct, not empty")
+        for field in self.fields:
+            if len(field.scales) not in (0, len(self.layer_ids)):
+                raise ConfigError(f"field {field.name!r} needs a scale for each layer, or none")
         if self.tokens_per_element < 1 or self.window < 0 or self.num_rows < 1:
             raise ConfigError(f"component {self.name!r}: sizes must be positive")
         if (self.kind == "row" or self.window) and not self.own_page_ids:
@@ -195,37 +204,7 @@ class KVLayout(msgspec.Struct, frozen=True, kw_only=True):
 
     def diff(self, other: KVLayout) -> tuple[tuple[str, object, object], ...]:
         """Dotted names of what differs, with this side's and the other side's value."""
-        return tuple(_diff("", msgspec.to_builtins(self), msgspec.to_builtins(other)))
-
-
-def _diff(path: str, a: object, b: object) -> Iterable[tuple[str, object, object]]:
-    """Walk two plain trees; members of named lists are matched by name."""
-    if a == b:
-        return
-    if isinstance(a, dict) and isinstance(b, dict):
-        for key in [*a, *(k for k in b if k not in a)]:
-            yield from _diff(f"{path}.{key}".lstrip("."), a.get(key), b.get(key))
-    elif _is_named(a) and _is_named(b):
-        by_name_a = {x["name"]: x for x in a}  # type: ignore[attr-defined]
-        by_name_b = {x["name"]: x for x in b}  # type: ignore[attr-defined]
-        if list(by_name_a) != list(by_name_b):
-            yield (f"{path}.names", tuple(by_name_a), tuple(by_name_b))
-        # In the order of a: both sides of a handshake must name the same difference first.
-        for name in [n for n in by_name_a if n in by_name_b]:
-            yield from _diff(f"{path}.{name}", by_name_a[name], by_name_b[name])
-    elif (
-        path.endswith(".layer_ids") and isinstance(a, (list, tuple)) and isinstance(b, list | tuple)
-    ):
-        if len(a) != len(b):
-            yield (path.replace("layer_ids", "num_layers"), len(a), len(b))
-        else:
-            yield (path, tuple(a), tuple(b))
-    else:
-        yield (path, a, b)
-
-
-def _is_named(x: object) -> bool:
-    return isinstance(x, list | tuple) and all(isinstance(e, dict) and "name" in e for e in x)
+        return tuple(differences("", msgspec.to_builtins(self), msgspec.to_builtins(other)))
 
 
 class TokenShard(msgspec.Struct, frozen=True, kw_only=True):
@@ -272,7 +251,9 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
 
     `chunk_tokens` is the wish for the transfer grid: the grid of a pair is the smallest legal
     multiple that reaches both sides' wish. `striping` asks replicas to share the load; it is on
-    for a pair when both sides ask.
+    for a pair when both sides ask. `converts`: the engine stages, with kernels that convert
+    bfloat16 to e4m3 and back, so that fields may have one of these dtypes here and the other at a
+    peer that says so too.
     """
 
     kv: KVLayout
@@ -281,6 +262,7 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
     token_shard: TokenShard = TokenShard()
     chunk_tokens: int = 256
     striping: bool = False
+    converts: bool = False
 
     @classmethod
     def simple(
@@ -294,6 +276,7 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
         interleave: int = 0,
         chunk_tokens: int = 256,
         striping: bool = False,
+        converts: bool = False,
     ) -> Self:
         """The common case: every component paged alike, layers split over PP as evenly as can be.
 
@@ -318,6 +301,7 @@ class EngineLayout(msgspec.Struct, frozen=True, kw_only=True, cache_hash=True):
             token_shard=shard,
             chunk_tokens=chunk_tokens,
             striping=striping,
+            converts=converts,
         )
 
     def placement(self, component: str) -> Placement:

@@ -15,7 +15,7 @@ from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout
 from pdkv.observe import Refusal
-from pdkv.plan import Pairing
+from pdkv.plan import Pairing, Route
 from pdkv.protocol import (
     Frame,
     Goodbye,
@@ -60,6 +60,8 @@ class Links:
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
         self.capabilities: tuple[str, ...] = CAPABILITIES
+        # What staging asks of a reader before it is one; a LayoutMismatch says no.
+        self.check_reader: Callable[[Pairing, Route, Hello], None] | None = None
         self.is_asleep = False
         # Whether a request still waits for its peers; `Requests` knows.
         self.is_waiting: Callable[[Identity], bool] = lambda identity: True
@@ -235,6 +237,8 @@ class Links:
         route = None
         if peer.rank_id in pairing.readers(self._local.rank_id):
             route = pairing.route(self._local.rank_id, peer.rank_id, self._local.pool, hello.pool)
+            if self.check_reader is not None:
+                self.check_reader(pairing, route, hello)
             peer.backend_key = self._backend.connect(hello.metadata)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
         peer.version = min(hello.version, self._local.versions[1])

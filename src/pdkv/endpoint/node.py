@@ -73,6 +73,8 @@ class Node:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
         check_backend(backend, pool)
+        if layout.converts and staging is None:
+            raise ConfigError("a layout that converts needs `staging`: its kernels do it")
         self.layout = layout
         self.rank_id = rank_id
         self.limits = limits or Limits()

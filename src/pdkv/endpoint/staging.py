@@ -18,11 +18,11 @@ import numpy as np
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, LayoutMismatch
 from pdkv.interfaces import CopyKernels, ReadyEvent
 from pdkv.layout import MemoryRegion, PoolLayout
 from pdkv.observe import Phase, Slice
-from pdkv.plan import CostModel, Route, Tag, gather_copies, scatter_copies, staged_nbytes
+from pdkv.plan import CostModel, Pairing, Route, Tag, gather_copies, scatter_copies, staged_nbytes
 from pdkv.pool.staging import SendBuffers, StagingPool
 from pdkv.protocol import Hello, Identity, StageGrant, TransferInfo, Wait
 from pdkv.request.events import (
@@ -99,6 +99,7 @@ class Staging:
         self._inbox = inbox
         self._clock = clock
         links.capabilities += (f"{_CAPABILITY}{memory.region_nbytes}",)
+        links.check_reader = self.check_reader
         self._buffers = SendBuffers(
             address=memory.buffers.address,
             buffer_nbytes=memory.buffer_nbytes,
@@ -111,6 +112,21 @@ class Staging:
             num_regions=memory.num_regions,
         )
         self._scatters: list[tuple[Receiving, Tag, ReadyEvent, float]] = []
+
+    def _is_staged(self, route: Route, tag: Tag, lengths: dict[str, int]) -> bool:
+        if route.converts(tag.component):
+            return True
+        estimate = route.estimate(tag, **lengths)
+        return self._memory.cost.choose(estimate) == "staged"
+
+    def check_reader(self, pairing: Pairing, route: Route, hello: Hello) -> None:
+        """LayoutMismatch where what must be staged fits into no buffer, or no region there."""
+        limits = (self._memory.buffer_nbytes, _offered(hello))
+        for tag in _full_chunks(pairing, self._local.rank_id, route.dst_rank_id):
+            nbytes = staged_nbytes(route, tag, decode_prefix_len=0, num_tokens=pairing.grid)
+            if nbytes > min(limits):
+                reason = f"a transfer chunk that is converted has {nbytes} bytes"
+                raise LayoutMismatch("staging", *limits, reason)
 
     # -- what a writer does -----------------------------------------------------------------------
 
@@ -316,16 +332,21 @@ class Staging:
     def _sizes(
         self, route: Route, tags: Iterable[Tag], decode_prefix_len: int, num_tokens: int
     ) -> dict[Tag, int]:
-        """Bytes in a region of each tag that the cost model would stage."""
+        """Bytes in a region of each tag that the cost model would stage, or that must be."""
         num_components = len(self._local.layout.kv.components)
         lengths = {"decode_prefix_len": decode_prefix_len, "num_tokens": num_tokens}
         found: dict[Tag, int] = {}
         for tag in tags:
-            if tag.component < num_components:
-                estimate = route.estimate(tag, **lengths)
-                if self._memory.cost.choose(estimate) == "staged":
-                    found[tag] = staged_nbytes(route, tag, **lengths)
+            if tag.component < num_components and self._is_staged(route, tag, lengths):
+                found[tag] = staged_nbytes(route, tag, **lengths)
         return found
+
+
+def _full_chunks(pairing: Pairing, writer: int, reader: int) -> list[Tag]:
+    """The tags of a prompt of one transfer chunk that are converted: no others are larger, but
+    where the token map depends on the length of the prompt."""
+    tags = pairing.writer_tags(writer, reader, 0, pairing.grid)
+    return [tag for tag in tags if pairing.converts(tag.component)]
 
 
 def _note_scatter(owner: Receiving, tag: Tag, began: float, ended: float, error: str) -> None:

@@ -12,6 +12,7 @@ from functools import partial
 from pdkv.errors import LayoutMismatch
 from pdkv.heads import owned_heads
 from pdkv.layout import Component, EngineLayout, Placement
+from pdkv.plan.conversion import bridged
 
 __all__ = ["check_engines"]
 
@@ -21,7 +22,7 @@ Rule = Callable[[EngineLayout], "tuple[object, str]"]
 
 def check_engines(src: EngineLayout, dst: EngineLayout) -> None:
     """Raise LayoutMismatch for the first thing that no copy plan bridges."""
-    for name, a, b in src.kv.diff(dst.kv):
+    for name, a, b in bridged(src, dst).diff(dst.kv):
         raise LayoutMismatch(f"kv.{name}", a, b)
     _apply("chunk_tokens", _chunk_tokens, src, dst)
     _apply("token_shard.owners", _owners, src, dst)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from pdkv.errors import ConfigError
 from pdkv.layout import Component, EngineLayout
+from pdkv.plan.conversion import conversions
 from pdkv.plan.ownership import Ownership, Share
 from pdkv.plan.tokens import (
     Segments,
@@ -67,6 +68,15 @@ class Geometry:
         self.components = src.kv.components
         self.src_ranks, self.dst_ranks = src.parallel.ranks(), dst.parallel.ranks()
         self._maps = tuple((_token_map(src, c), _token_map(dst, c)) for c in self.components)
+        there = tuple(dst.kv.component(c.name) for c in self.components)
+        self.conversions = tuple(map(conversions, self.components, there))
+        # What is converted travels in the narrower dtype.
+        self._head_nbytes = tuple(
+            tuple(
+                min(x.head_nbytes, y.head_nbytes) for x, y in zip(a.fields, b.fields, strict=True)
+            )
+            for a, b in zip(self.components, there, strict=True)
+        )
         self._ownership = tuple(Ownership(c, src, dst) for c in self.components)
         self._units = tuple(math.lcm(a.span, b.span) for a, b in self._maps)
         self._are_whole = tuple(
@@ -107,6 +117,10 @@ class Geometry:
         if not 0 <= index < len(self.components):
             raise ConfigError(f"no component {index}: there are {len(self.components)}")
         return self.components[index]
+
+    def converts(self, c: int) -> bool:
+        """Whether any field of component c has another dtype at dst."""
+        return c < len(self.conversions) and any(self.conversions[c])
 
     def shares(self, src_rank_id: int, dst_rank_id: int, c: int) -> tuple[Share, ...]:
         """The shares of component c that this pair may ever move."""
@@ -258,10 +272,9 @@ class Geometry:
         return nbytes
 
     def share_nbytes(self, c: int, share: Share) -> int:
-        """Bytes of one element in all layers of a share, all fields."""
-        pairs = zip(share.heads, self.components[c].fields, strict=True)
-        of_a_layer = sum(len(heads) * spec.head_nbytes for heads, spec in pairs)
-        return of_a_layer * len(share.layer_ids)
+        """Bytes of one element in all layers of a share, all fields, as they travel."""
+        pairs = zip(share.heads, self._head_nbytes[c], strict=True)
+        return sum(len(heads) * nbytes for heads, nbytes in pairs) * len(share.layer_ids)
 
     def sent_chunks(
         self, src_rank_id: int, dst_rank_id: int, c: int, start: int, num_tokens: int

@@ -83,6 +83,11 @@ class Pairing:
         """The src rank_id that sends the aux row to that rank."""
         return self._fan.aux_writers[dst_rank_id]
 
+    def converts(self, component: int) -> bool:
+        """Whether a component (by the index in its tags) is converted on its way, so that it can
+        only be staged."""
+        return self._geometry.converts(component)
+
     # What a request consists of.
 
     def check_prefix(self, decode_prefix_len: int, num_tokens: int) -> None:

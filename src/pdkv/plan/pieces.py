@@ -11,16 +11,19 @@ Refuses to know tokens and page ids. Layer 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from pdkv.layout import Component
+from pdkv.layout import DTYPE_NBYTES, Component, Field
+from pdkv.plan.conversion import Conversion
 from pdkv.plan.ownership import Share
 from pdkv.plan.pages import Placed
 from pdkv.plan.runs import run_starts
 from pdkv.plan.storage import ComponentStorage
+from pdkv.plan.tables import Cast
 from pdkv.plan.tokens import Ints
 
 __all__ = ["Block", "Group", "Pieces", "flat_index", "groups"]
@@ -36,8 +39,22 @@ class Pieces:
 
 
 @dataclass(frozen=True, slots=True)
+class Casting:
+    """What a group's pieces become on the way: bytes of one at dst, and the factor of each."""
+
+    src_dtype: str
+    dst_dtype: str
+    dst_nbytes: int
+    factors: npt.NDArray[np.float32]
+
+    def cast(self) -> Cast:
+        """The same for a kernel."""
+        return Cast(self.src_dtype, self.dst_dtype, self.factors)
+
+
+@dataclass(frozen=True, slots=True)
 class Group:
-    """Pieces of one size and one set of strides.
+    """Pieces of one size and one set of strides. With a `casting` sizes are those at src.
 
     `dense`: consecutive elements of a page are contiguous on both sides, so that a segment is one
     run. `single`: a segment is one element; `apart`: besides, no two can touch. `whole`: for dense
@@ -55,6 +72,13 @@ class Group:
     single: bool
     apart: bool
     whole: tuple[Pieces, ...]
+    casting: Casting | None = None
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes of one piece of one element on its way, the narrower of both."""
+        nbytes = int(self.tokens.nbytes[0])
+        return nbytes if self.casting is None else min(nbytes, self.casting.dst_nbytes)
 
     def blocks(self, placed: Placed) -> list[Block]:
         """The runs of all pieces along placed segments, coalesced across pages."""
@@ -158,12 +182,15 @@ def groups(
     src: ComponentStorage,
     dst: ComponentStorage,
     pages: tuple[int, int],
+    conversions: tuple[Conversion | None, ...],
 ) -> tuple[Group, ...]:
-    """The groups of a share between two ranks; `pages` are the page sizes in elements."""
+    """The groups of a share between two ranks; `pages` are the page sizes in elements,
+    `conversions` one for each field, or None."""
     src_layers, dst_layers = src.layers(share.layer_ids), dst.layers(share.layer_ids)
     found: dict[tuple[int, int, int, int], list[Ints]] = {}
-    for spec, heads, at_src, at_dst in zip(
-        component.fields, share.heads, src.fields, dst.fields, strict=True
+    converted: list[Group] = []
+    for spec, heads, at_src, at_dst, conversion in zip(
+        component.fields, share.heads, src.fields, dst.fields, conversions, strict=True
     ):
         if not heads:
             continue
@@ -175,12 +202,34 @@ def groups(
         table[3] = at_src.regions[src_layers, None]
         table[4] = at_dst.regions[dst_layers, None]
         key = (at_src.page_stride, at_src.token_stride, at_dst.page_stride, at_dst.token_stride)
+        if conversion is not None:
+            converted.append(_converted(table, key, pages, conversion, spec, share.layer_ids))
+            continue
         found.setdefault(key, []).append(table.reshape(5, -1))
-    out: list[Group] = []
+    out: list[Group] = converted
     for key, tables in found.items():
         table = _joined(np.concatenate(tables, axis=1) if len(tables) > 1 else tables[0])
         out += [_group(part, key, *pages) for part in _by_size(table)]
     return tuple(out)
+
+
+def _converted(
+    table: Ints,
+    strides: tuple[int, int, int, int],
+    pages: tuple[int, int],
+    conversion: Conversion,
+    spec: Field,
+    layer_ids: tuple[int, ...],
+) -> Group:
+    """One field's pieces: one for each layer and head, with its layer's factor."""
+    num_heads = table.shape[2]
+    ratio = DTYPE_NBYTES[conversion.dst_dtype] / DTYPE_NBYTES[conversion.src_dtype]
+    factors = np.repeat(conversion.of(layer_ids), num_heads)
+    casting = Casting(
+        conversion.src_dtype, conversion.dst_dtype, int(spec.head_nbytes * ratio), factors
+    )
+    group = _group(table.reshape(5, -1), strides, *pages)
+    return replace(group, dense=False, whole=(), casting=casting)
 
 
 def _by_size(table: Ints) -> list[Ints]:

@@ -63,7 +63,8 @@ class Route:
         component = self._geometry.components[c]
         src_map, dst_map = self._geometry.token_maps(c, 1)
         pages = (src_map.page, dst_map.page)
-        found = tuple(groups(share, component, src, dst, pages) for share in shares)
+        conversions = self._geometry.conversions[c]
+        found = tuple(groups(share, component, src, dst, pages, conversions) for share in shares)
         return Shared(found, src.num_pages, dst.num_pages)
 
     def plan(
@@ -135,6 +136,10 @@ class Route:
             ]
         )
 
+    def converts(self, component: int) -> bool:
+        """Whether a component is converted on its way, so that it can only be staged."""
+        return self._geometry.converts(component)
+
     def estimate(self, tag: Tag, *, decode_prefix_len: int, num_tokens: int) -> Estimate:
         """Descriptors and bytes of one tag before any page id is known.
 
@@ -176,6 +181,8 @@ class Route:
         buffer: RunBuffer | None = None,
     ) -> list[tuple[int, Placed]]:
         """For each share in the tag its index and its segments, with the pages looked up."""
+        if self.converts(tag.component):
+            raise ConfigError(f"{tag} is converted on its way: it can only be staged")
         parts = self.parts(tag, decode_prefix_len, num_tokens)
         src, dst = self.page_tables(tag.component, decode_prefix_len, num_tokens)
         src_ids, dst_ids = as_ids(src_page_ids), as_ids(dst_page_ids)

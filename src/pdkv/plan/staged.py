@@ -1,8 +1,9 @@
 """A tag by way of a staging region: what the writer gathers, what the reader scatters.
 
 Both sides compute the same order from the two pools, so nothing about it travels: share by share,
-group by group, piece by piece, element by element, each block on a multiple of 64 bytes. The
-writer needs its own page ids alone, and the reader its own. Layer 1.
+group by group, piece by piece, element by element, each block on a multiple of 64 bytes. What is
+converted lies there in the narrower dtype. The writer needs its own page ids alone, and the reader
+its own. Layer 1.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import PageIds, as_ids
 from pdkv.plan.pieces import Group, flat_index
 from pdkv.plan.route import Route
-from pdkv.plan.tables import TableCopy
+from pdkv.plan.tables import Cast, TableCopy
 from pdkv.plan.tokens import Ints, Segments, Steps, ceil_div
 
 __all__ = ["gather_copies", "scatter_copies", "staged_nbytes"]
@@ -34,7 +35,7 @@ class _Block(NamedTuple):
 
     @property
     def piece_nbytes(self) -> int:
-        return self.num_elements * int(self.group.tokens.nbytes[0])
+        return self.num_elements * self.group.wire_nbytes
 
     @property
     def stop(self) -> int:
@@ -63,9 +64,10 @@ def gather_copies(
         group = block.group
         pages, inside = table.find(ids, block.cut)
         at = flat_index(pages, group.src_page_stride, inside, group.src_token_stride)
-        for offsets, dense, run in _runs(block, at, group.src_token_stride):
-            bases = _rows(block, region)
-            copies.append(TableCopy(group.tokens.src, offsets, bases, dense, run))
+        nbytes, bases = int(group.tokens.nbytes[0]), _rows(block, region)
+        cast = None if nbytes == group.wire_nbytes else _cast(group)
+        for offsets, dense, num in _runs(block, at, group.src_token_stride, nbytes):
+            copies.append(TableCopy(group.tokens.src, offsets, bases, dense, num * nbytes, cast))
     return copies
 
 
@@ -86,9 +88,11 @@ def scatter_copies(
         pages, inside = table.find(ids, block.cut)
         table.require_distinct(ids, block.cut)
         at = flat_index(pages, group.dst_page_stride, inside, group.dst_token_stride)
-        for offsets, dense, run in _runs(block, at, group.dst_token_stride):
-            bases = _rows(block, region)
-            copies.append(TableCopy(bases, dense, group.tokens.dst, offsets, run))
+        casting, wire = group.casting, group.wire_nbytes
+        nbytes, bases = wire if casting is None else casting.dst_nbytes, _rows(block, region)
+        cast = None if nbytes == wire else _cast(group)
+        for offsets, dense, num in _runs(block, at, group.dst_token_stride, nbytes):
+            copies.append(TableCopy(bases, dense, group.tokens.dst, offsets, num * wire, cast))
     return copies
 
 
@@ -107,16 +111,24 @@ def _rows(block: _Block, region: int) -> Ints:
     return first + np.arange(len(block.group.tokens.src), dtype=np.int64) * block.piece_nbytes
 
 
-def _runs(block: _Block, at: Ints, token_stride: int) -> Iterator[tuple[Ints, Ints, int]]:
-    """(offsets in pages, offsets in a row of the region, bytes of a run): segments as they are
-    where elements lie side by side, and there are many of one length; else element by element."""
-    nbytes, length = int(block.group.tokens.nbytes[0]), block.cut.length
-    dense = (np.cumsum(length) - length) * nbytes
+def _cast(group: Group) -> Cast:
+    assert group.casting is not None
+    return group.casting.cast()
+
+
+def _runs(
+    block: _Block, at: Ints, token_stride: int, nbytes: int
+) -> Iterator[tuple[Ints, Ints, int]]:
+    """(offsets in pages, offsets in a row of the region, elements of a run): segments as they are
+    where elements of `nbytes` lie side by side in pages, and there are many of one length; else
+    element by element."""
+    length, wire = block.cut.length, block.group.wire_nbytes
+    dense = (np.cumsum(length) - length) * wire
     longest = int(length.max())
     rest = np.ones(len(length), np.bool_)
     if token_stride == nbytes and longest > 1:
         rest = length < longest
-        yield at[~rest], dense[~rest], longest * nbytes
+        yield at[~rest], dense[~rest], longest
     if rest.any():
         steps = Steps(length[rest])
-        yield steps.spread(at[rest], token_stride), steps.spread(dense[rest], nbytes), nbytes
+        yield steps.spread(at[rest], token_stride), steps.spread(dense[rest], wire), 1

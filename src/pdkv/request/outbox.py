@@ -24,7 +24,8 @@ class Outbox:
     """All tags of one sender, by reader.
 
     A tag's path is fixed when it is posted: into its grant, if it prefers staging and the grant
-    is here; direct, if it doesn't, or if none came within `limits.staging_wait_s`.
+    is here; direct, if it doesn't, or if none came within `limits.staging_wait_s`. What is
+    converted can't go direct: it waits for its grant.
     """
 
     def __init__(self, rank_id: int, num_tokens: int, limits: Limits) -> None:
@@ -39,6 +40,7 @@ class Outbox:
         self._prefix: dict[int, int] = {}
         self._prefers: dict[int, frozenset[Tag]] = {}
         self._waiting: dict[_Key, float] = {}
+        self._only_staged: set[_Key] = set()
         self._grants: dict[_Key, StageGrant] = {}
         self._staged: set[_Key] = set()
         self._done: dict[int, dict[Tag, bool]] = {}
@@ -76,7 +78,7 @@ class Outbox:
         """What is computed and not posted will be computed again, from `next_token` on."""
         for peer, tag in reversed(self._waiting):
             self._queues[peer].appendleft(tag)
-        self._waiting.clear()
+        self._forget_waiting()
         self._ready.clear()
         if pairing is None or not self._queues:
             self.first_token, self.computed = None, 0
@@ -97,7 +99,11 @@ class Outbox:
     def clear(self) -> None:
         """Nothing more is posted."""
         self._queues.clear()
+        self._forget_waiting()
+
+    def _forget_waiting(self) -> None:
         self._waiting.clear()
+        self._only_staged.clear()
 
     @property
     def is_empty(self) -> bool:
@@ -107,9 +113,8 @@ class Outbox:
     @property
     def due_at(self) -> float:
         """When the first tag that waits for a grant goes without one."""
-        if not self._waiting:
-            return math.inf
-        return min(self._waiting.values()) + self._limits.staging_wait_s
+        since = [at for key, at in self._waiting.items() if key not in self._only_staged]
+        return min(since, default=math.inf) + self._limits.staging_wait_s
 
     def without_region(self) -> tuple[dict[int, int], float]:
         """How many tags wait for a region, by reader, and since when the oldest does (infinity
@@ -172,6 +177,8 @@ class Outbox:
                 tag = queue.popleft()
                 if tag in self._prefers[peer]:
                     self._waiting[peer, tag] = now
+                    if pairing.converts(tag.component):
+                        self._only_staged.add((peer, tag))
                 else:
                     posts.append(self._post(peer, tag, ready, None))
             if queue and finish is not None:
@@ -179,8 +186,10 @@ class Outbox:
                 return posts, f"finished, but {unsent}"
         for key, since in list(self._waiting.items()) if self._waiting else ():
             grant = self._grants.pop(key, None)
-            if grant is not None or now - since >= self._limits.staging_wait_s:
+            is_over = now - since >= self._limits.staging_wait_s and key not in self._only_staged
+            if grant is not None or is_over:
                 del self._waiting[key]
+                self._only_staged.discard(key)
                 peer, tag = key
                 ready = self._ready_events(pairing, tag, self._prefix[peer], finish)
                 assert ready is not None
