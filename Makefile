@@ -31,7 +31,7 @@ $(VENV)/.triton: $(STAMP)
 	@touch $@
 
 check: $(VENV)/.triton  ## the longer suites
-	@$(BIN)/python -m pytest -q -m check
+	@$(BIN)/python -m pytest -q -m check -n 2 --dist loadgroup
 
 prove: $(STAMP)  ## the planner's systematic sweep; MINUTES=120 for all of it
 	@$(BIN)/python scripts/prove.py --minutes $(or $(MINUTES),25)
