@@ -183,3 +183,23 @@ def test_importing_it_loads_nothing_else_of_the_library_but_the_package() -> Non
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "['pdkv', 'pdkv.heads']"
+
+
+@pytest.mark.parametrize(
+    ("ask", "what"),
+    [
+        (lambda: replica_writer(2, 2, 1), "reader_index 2 is outside of num_readers 2"),
+        (lambda: replica_writer(0, 2, 0), "num_writers=0 must be positive"),
+        (lambda: replica_writer(0, 2, 1, 3, 3), "unit 3 is outside of num_units 3"),
+        (lambda: replica_units(-1, 2, 0, 1), "writer_index -1 is outside of num_writers 2"),
+        (lambda: replica_units(0, 2, 0, 0), "reader_index 0 is outside of num_readers 0"),
+        (lambda: distribute_owned([[0], [0]], [[0]], unit=5, num_units=2), "unit 5"),
+        (
+            lambda: distribute_heads(src_tp_size=0, dst_tp_size=2, total_kv_heads=4),
+            "sizes must be positive: tp_size=0",
+        ),
+    ],
+)
+def test_an_index_or_a_size_that_cannot_be_names_itself_and_its_bound(ask, what: str) -> None:
+    with pytest.raises(ValueError, match=what):
+        ask()

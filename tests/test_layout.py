@@ -52,7 +52,7 @@ def test_rank_outside_its_engine_raises(rank_id: int) -> None:
 
 @pytest.mark.parametrize("name", ["tp_size", "pp_size", "cp_size", "dp_size"])
 def test_sizes_below_one_raise_and_name_themselves(name: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1, got 0"):
         Parallel(**{name: 0})
 
 

@@ -66,6 +66,13 @@ def test_the_svg_file_has_a_column_for_each_rank_of_tp16(tmp_path: Path) -> None
     assert ">D1</text>" in text
 
 
+def test_a_picture_that_cannot_be_written_is_an_error_that_names_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*ARGUMENTS, "--svg", str(tmp_path / "none" / "heads.svg")]) == 1
+    assert re.match("error: .*none/heads.svg", capsys.readouterr().err)
+
+
 def test_a_picture_shows_itself_in_a_notebook_and_is_always_the_same() -> None:
     kv = KVLayout.mha(num_layers=2, total_kv_heads=64, head_dim=8, dtype="float16")
     engine = EngineLayout.simple(kv, page_size=4, tp_size=2, pp_size=2, cp_size=2)

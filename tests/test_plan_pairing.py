@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from pdkv.layout import (
     Placement,
     TokenShard,
 )
-from pdkv.plan import Tag, validate
+from pdkv.plan import Pairing, Picture, Tag, validate
 
 MHA = KVLayout.mha(num_layers=4, total_kv_heads=8, head_dim=8, dtype="bfloat16")
 MLA = KVLayout.mla(num_layers=4, latent_dim=32, dtype="bfloat16")
@@ -55,7 +56,9 @@ class TestRefusals:
             (engine(), engine(tp_size=3), "placements.kv.head_maps", (1, 3)),
             (engine(tp_size=16), engine(tp_size=12), "placements.kv.head_maps", (16, 12)),
             (engine(), engine(page_size=0), "placements.kv.page_size", (4, 0)),
+            (engine(), engine(page_size="4"), "placements.kv.page_size", (4, "4")),
             (engine(), engine(chunk_tokens=0), "chunk_tokens", (1, 0)),
+            (engine(), engine(chunk_tokens=2.5), "chunk_tokens", (1, 2.5)),
             (engine(cp_size=2), with_shard(engine(cp_size=2), 0), "token_shard.owners", None),
             (engine(), with_shard(engine(), 0, interleave=-1), "token_shard.interleave", (0, -1)),
             (
@@ -83,6 +86,37 @@ class TestRefusals:
         if values is not None:
             assert (caught.value.src, caught.value.dst) == values
         assert repr(caught.value.dst) in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("ask", "what"),
+        [
+            (lambda p: p.writers(-1), "rank_id -1"),
+            (lambda p: p.readers(2), "rank_id 2"),
+            (lambda p: p.num_readers(2), "rank_id 2"),
+            (lambda p: p.aux_writer(-1), "rank_id -1"),
+            (lambda p: p.tags(1, 0, 8), "rank_id 1"),
+            (lambda p: p.pair_nbytes(-1, 0, 0, 8), "rank_id -1"),
+            (lambda p: p.num_src_pages(2, 8), "rank_id 2"),
+            (lambda p: p.num_src_pages(0, -8), "num_tokens -8"),
+            (lambda p: p.num_dst_pages(-1, 0, 8), "rank_id -1"),
+            (lambda p: p.src_heads(-1), "rank_id -1"),
+            (lambda p: p.dst_heads(0, 1), "no component 1"),
+            (lambda p: p.flows(0, 8, 1), "no component 1"),
+            (lambda p: p.flows(0, 8, -1), "no component -1"),
+            (lambda p: Picture(p, num_tokens=8, component=-1), "no component -1"),
+        ],
+    )
+    def test_a_rank_or_component_that_is_not_there_is_named(
+        self, ask: Callable[[Pairing], object], what: str
+    ) -> None:
+        with pytest.raises(ConfigError, match=what):
+            ask(validate(engine(tp_size=2), engine()))
+
+    def test_sizes_that_are_no_whole_numbers_are_refused_where_they_are_given(self) -> None:
+        with pytest.raises(ConfigError, match=r"positive integers: 2\.5 and 8"):
+            Field("k", 2.5, 8, "int8")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"tp_size must be an integer .*, got 2\.0"):
+            engine(tp_size=2.0)
 
     def test_elements_that_a_token_shard_would_cut(self) -> None:
         scales = Component(
@@ -262,10 +296,6 @@ class TestTagsAndPages:
         assert pairing.src_page_range(1, range(8), 13) == range(1)
         assert pairing.writer_tags(1, 0, 0, 13) == (Tag(1, 0, 1), Tag(1, 0, 2), Tag(1, 0, 3))
 
-    def test_a_rank_that_is_not_there(self) -> None:
-        with pytest.raises(IndexError):
-            validate(engine(), engine()).writers(1)
-
 
 def test_placements_may_come_in_any_order_of_layers() -> None:
     src = with_placement(engine(pp_size=2), layers_by_pp_rank=((3, 0), (2, 1)))
@@ -279,3 +309,22 @@ def test_a_placement_is_needed_for_each_component() -> None:
     more = msgspec.structs.replace(layout, placements=(*layout.placements, extra))
     with pytest.raises(LayoutMismatch, match="one placement for each component"):
         validate(layout, more)
+
+
+@pytest.mark.parametrize("striping", [False, True])
+def test_what_a_pair_moves_of_a_long_prompt_is_what_its_tags_carry(striping: bool) -> None:
+    src = engine(MLA, tp_size=2, cp_size=3, interleave=2, striping=striping)
+    dst = with_shard(engine(MLA, cp_size=2, striping=striping), 0, 1, 1, 0, interleave=4)
+    pairing, maps = validate(src, dst), [list(e.token_shard.owners) for e in (src, dst)]
+    holders = [
+        [owners[t // e.token_shard.interleave % len(owners)] for t in range(1000)]
+        for e, owners in zip((src, dst), maps, strict=True)
+    ]
+    for dst_id in range(2):
+        held = Counter(a for a, b in zip(*holders, strict=True) if b == dst_id)
+        whole = [f for f in pairing.flows(0, 1000) if f.dst_rank_id == dst_id]
+        assert sum(f.nbytes for f in whole) == 4 * 64 * sum(held.values())
+        by_cp = Counter[int]()
+        for f in whole:
+            by_cp[src.parallel.rank(f.src_rank_id).cp_rank] += f.num_elements // 4
+        assert by_cp == held

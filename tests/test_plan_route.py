@@ -423,3 +423,78 @@ class TestKeptAnswers:
         monkeypatch.setattr(geometry, "_MAX_KEPT_SEGMENTS", 2)
         one.plan(TAG, **self.arguments(12, 0))
         assert not kept
+
+
+class TestSharedBytes:
+    """A pool in which a byte belongs to two layers or fields would be written twice."""
+
+    @staticmethod
+    def of(strides: tuple[int, int, int], k: list[int], v: list[int], num_pages: int) -> PoolLayout:
+        first, last = min(k + v), max(k + v) + num_pages * max(strides)
+        kv = ComponentPool(
+            name="kv",
+            layer_ids=(0, 1),
+            page_size=4,
+            num_pages=num_pages,
+            fields=(FieldPool("k", tuple(k), *strides), FieldPool("v", tuple(v), *strides)),
+        )
+        return PoolLayout(components=(kv,), regions=(MemoryRegion(first, last - first),))
+
+    def test_each_byte_counted_says_the_same(self) -> None:
+        rng, found = np.random.default_rng(11), set()
+        for _ in range(300):
+            num_pages = int(rng.integers(1, 4))
+            inner = [(4 * HEAD, HEAD), (HEAD, 4 * HEAD), (8 * HEAD, HEAD)][rng.integers(3)]
+            strides = (int(rng.choice([16, 32, 64])) * HEAD, *inner)
+            if strides[0] < 4 * inner[0]:
+                continue
+            at = [int(x) * HEAD // 2 + 4096 for x in rng.choice(200, 4, replace=False)]
+            one = np.zeros((num_pages, 4, 4, HEAD), np.int64)
+            for axis, (stride, size) in enumerate(zip((*strides, 1), one.shape, strict=True)):
+                shape = [-1 if i == axis else 1 for i in range(4)]
+                one += (stride * np.arange(size)).reshape(shape)
+            taken = np.concatenate([base + one.ravel() for base in at])
+            apart = len(np.unique(taken)) == len(taken)
+            found.add(apart)
+            same = (engine(), self.of(strides, at[:2], at[2:], num_pages))
+            if apart:
+                route(same, same)
+            else:
+                with pytest.raises(LayoutMismatch, match="two layers or fields share bytes"):
+                    route(same, same)
+        assert found == {True, False}
+
+    def test_k_and_v_of_two_widths_in_one_page_or_one_token_are_apart(self) -> None:
+        kv = KVLayout.mha(
+            num_layers=2, total_kv_heads=4, head_dim=8, v_head_dim=4, dtype="bfloat16"
+        )
+        layout = EngineLayout.simple(kv, page_size=4)
+        for page, token, v_at, v_token in ((384, 64, 256, 32), (384, 96, 64, 96)):
+            fields = (
+                FieldPool("k", (4096, 4096 + 16 * page), page, token, 16),
+                FieldPool("v", (4096 + v_at, 4096 + 16 * page + v_at), page, v_token, 8),
+            )
+            one = ComponentPool(
+                name="kv", layer_ids=(0, 1), page_size=4, num_pages=16, fields=fields
+            )
+            there = PoolLayout(components=(one,), regions=(MemoryRegion(4096, 32 * page),))
+            route((layout, there), (layout, there))
+            moved = msgspec.structs.replace(fields[1], bases=(4096 + v_at - 8, 1 << 13))
+            bad = msgspec.structs.replace(one, fields=(fields[0], moved))
+            bad_pool = msgspec.structs.replace(there, components=(bad,))
+            with pytest.raises(LayoutMismatch, match="two layers or fields share bytes"):
+                route((layout, there), (layout, bad_pool))
+
+    def test_memory_that_is_no_address_is_named(self) -> None:
+        far = msgspec.structs.replace(pool(), regions=(MemoryRegion(1 << 63, 64),))
+        with pytest.raises(LayoutMismatch, match=r"pool\.regions.*are no addresses"):
+            route((engine(), pool()), (engine(), far))
+
+
+def test_a_plan_refuses_a_prefix_that_no_request_may_have() -> None:
+    one = route((engine(), pool()), (engine(), pool()))
+    with pytest.raises(ConfigError, match="decode_prefix_len 3 must be a multiple of 4"):
+        plan(one, [1, 2], [3, 4], 8, decode_prefix_len=3)
+    for component in (1, -1):
+        with pytest.raises(ConfigError, match=f"no component {component}"):
+            PreparedLists(one, component)

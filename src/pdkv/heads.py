@@ -85,8 +85,13 @@ def replica_writer(
     """Index of the writer, among the `num_writers` holders of an element, that serves a reader.
 
     `((j*n + p) * S) // (D*n)` in integers: j the reader's index among the D ranks that want the
-    element, p the element's stripe unit of n. Without striping n = 1 and p = 0.
+    element, p the element's stripe unit of n. Without striping n = 1 and p = 0. Raises ValueError
+    for an index outside its number.
     """
+    _check_index("reader_index", reader_index, "num_readers", num_readers)
+    _check_index("unit", unit, "num_units", num_units)
+    if num_writers < 1:
+        raise ValueError(f"{num_writers=} must be positive")
     return ((reader_index * num_units + unit) * num_writers) // (num_readers * num_units)
 
 
@@ -96,8 +101,12 @@ def replica_units(
     """The stripe units that a writer sends to a reader: the inverse of `replica_writer`.
 
     They are consecutive, since `replica_writer` grows with the unit. Together the writers' ranges
-    are [0, num_units) for each reader, without overlap.
+    are [0, num_units) for each reader, without overlap. Raises ValueError for an index outside its
+    number.
     """
+    if not (0 <= writer_index < num_writers and 0 <= reader_index < num_readers):
+        _check_index("writer_index", writer_index, "num_writers", num_writers)
+        _check_index("reader_index", reader_index, "num_readers", num_readers)
     shift = reader_index * num_units
     start = -(-writer_index * num_readers * num_units // num_writers) - shift
     stop = -(-(writer_index + 1) * num_readers * num_units // num_writers) - shift
@@ -113,9 +122,9 @@ def distribute_heads(
     Sorted by (dst_rank, dst_head_start). Among src replicas of a head the writer is chosen by
     `replica_writer` without striping. Raises ValueError for sizes that own no whole heads.
     """
-    src = [owned_heads(r, src_tp_size, total_kv_heads) for r in range(src_tp_size)]
-    dst = [owned_heads(r, dst_tp_size, total_kv_heads) for r in range(dst_tp_size)]
-    return distribute_owned(src, dst)
+    return distribute_owned(
+        _all_owned(src_tp_size, total_kv_heads), _all_owned(dst_tp_size, total_kv_heads)
+    )
 
 
 def distribute_owned(
@@ -128,8 +137,9 @@ def distribute_owned(
     """`distribute_heads` for any ownership: per rank the global heads in the order of its H axis.
 
     With `num_units` > 1: who sends stripe unit `unit` of that many. Raises ValueError for a dst
-    head that no src rank holds, and for a rank that names a head twice.
+    head that no src rank holds, for a rank that names a head twice, and for a unit beyond them.
     """
+    _check_index("unit", unit, "num_units", num_units)
     holders, places = _holders(src_heads)
     readers, _ = _holders(dst_heads)
     served = dict.fromkeys(readers, 0)
@@ -188,14 +198,22 @@ def _pairs(
     src_tp_size: int, dst_tp_size: int, total_kv_heads: int, striping: bool
 ) -> Iterator[tuple[int, int]]:
     """(src rank, dst rank) for everything that crosses."""
-    src_replicas = len(owned_heads(0, src_tp_size, total_kv_heads)) * src_tp_size // total_kv_heads
-    # That many units reach every pair of replicas that any number of units reaches.
-    num_units = src_replicas if striping else 1
-    src = [owned_heads(r, src_tp_size, total_kv_heads) for r in range(src_tp_size)]
-    dst = [owned_heads(r, dst_tp_size, total_kv_heads) for r in range(dst_tp_size)]
+    src, dst = _all_owned(src_tp_size, total_kv_heads), _all_owned(dst_tp_size, total_kv_heads)
+    # As many units as replicas reach every pair of them that any number of units reaches.
+    num_units = len(src[0]) * src_tp_size // total_kv_heads if striping else 1
     for unit in range(num_units):
         for piece in distribute_owned(src, dst, unit=unit, num_units=num_units):
             yield piece.src_rank, piece.dst_rank
+
+
+def _all_owned(tp_size: int, total_kv_heads: int) -> list[range]:
+    """The heads of every rank; at least one is asked, so that wrong sizes are named."""
+    return [owned_heads(r, tp_size, total_kv_heads) for r in range(max(1, tp_size))]
+
+
+def _check_index(name: str, index: int, number_name: str, number: int) -> None:
+    if not 0 <= index < number:
+        raise ValueError(f"{name} {index} is outside of {number_name} {number}")
 
 
 def _holders(

@@ -81,13 +81,21 @@ class Field(msgspec.Struct, frozen=True, omit_defaults=True):
             raise ConfigError(f"field {self.name!r}: unknown dtype {self.dtype!r}")
         if not all(math.isfinite(scale) and scale > 0 for scale in self.scales):
             raise ConfigError(f"field {self.name!r}: scales must be positive numbers")
-        if self.total_heads < 1 or self.head_dim < 1:
-            raise ConfigError(f"field {self.name!r}: total_heads and head_dim must be positive")
+        if not _are_counts(self.total_heads, self.head_dim):
+            found = f"{self.total_heads!r} and {self.head_dim!r}"
+            raise ConfigError(
+                f"field {self.name!r}: total_heads and head_dim must be positive integers: {found}"
+            )
 
     @property
     def head_nbytes(self) -> int:
         """Bytes of one head of one element."""
         return self.head_dim * DTYPE_NBYTES[self.dtype]
+
+
+def _are_counts(*values: object) -> bool:
+    """Whether all are positive integers: nothing else tells a record that is made in Python."""
+    return all(isinstance(value, int) and value >= 1 for value in values)
 
 
 class Component(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,8 +127,12 @@ class Component(msgspec.Struct, frozen=True, kw_only=True):
         for field in self.fields:
             if len(field.scales) not in (0, len(self.layer_ids)):
                 raise ConfigError(f"field {field.name!r} needs a scale for each layer, or none")
-        if self.tokens_per_element < 1 or self.window < 0 or self.num_rows < 1:
-            raise ConfigError(f"component {self.name!r}: sizes must be positive")
+        if not _are_counts(self.tokens_per_element, self.window + 1, self.num_rows):
+            found = f"{self.tokens_per_element!r}, {self.window!r}, {self.num_rows!r}"
+            raise ConfigError(
+                f"component {self.name!r}: tokens_per_element, window and num_rows must be "
+                f"positive integers (no window: 0): {found}"
+            )
         if (self.kind == "row" or self.window) and not self.own_page_ids:
             raise ConfigError(f"component {self.name!r}: rows and windows need own_page_ids")
 

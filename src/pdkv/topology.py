@@ -34,8 +34,9 @@ class Parallel(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+            size = getattr(self, name)
+            if not isinstance(size, int) or size < 1:
+                raise ConfigError(f"{name} must be an integer of at least 1, got {size!r}")
 
     @property
     def num_ranks(self) -> int:

@@ -29,7 +29,7 @@ def main(arguments: list[str]) -> int:
             flows = pairing.flows(options.prefix, options.tokens)
             progress.step("drawing")
             text = _text(pairing, flows, options)
-    except PdkvError as error:
+    except (PdkvError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(text)

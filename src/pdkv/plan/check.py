@@ -43,8 +43,8 @@ def _apply(field: str, rule: Rule, src: EngineLayout, dst: EngineLayout) -> None
 
 
 def _chunk_tokens(engine: EngineLayout) -> tuple[object, str]:
-    fault = "" if engine.chunk_tokens >= 1 else "must be at least 1"
-    return engine.chunk_tokens, fault
+    wish = engine.chunk_tokens
+    return wish, "" if isinstance(wish, int) and wish >= 1 else "must be an integer of at least 1"
 
 
 def _owners(engine: EngineLayout) -> tuple[object, str]:
@@ -57,8 +57,8 @@ def _owners(engine: EngineLayout) -> tuple[object, str]:
 
 def _interleave(engine: EngineLayout) -> tuple[object, str]:
     shard = engine.token_shard
-    if shard.interleave < 0:
-        return shard.interleave, "must not be negative"
+    if not isinstance(shard.interleave, int) or shard.interleave < 0:
+        return shard.interleave, "must be an integer, and not negative"
     if len(shard.owners) > 1:
         for component in engine.kv.components:
             step = component.tokens_per_element
@@ -93,7 +93,7 @@ def _page_size(component: Component, engine: EngineLayout) -> tuple[object, str]
     size = engine.placement(component.name).page_size
     if component.kind == "row":
         return size, "" if size == 0 else "rows have no pages: 0"
-    if size < 1 or size % component.tokens_per_element:
+    if not isinstance(size, int) or size < 1 or size % component.tokens_per_element:
         return size, f"must be a positive multiple of {component.tokens_per_element}"
     if not component.own_page_ids:
         shared = {

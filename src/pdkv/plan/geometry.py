@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pdkv.errors import ConfigError
 from pdkv.layout import Component, EngineLayout
@@ -25,10 +25,19 @@ from pdkv.plan.tokens import (
 )
 from pdkv.topology import Rank
 
-__all__ = ["Geometry", "Stretch", "Tag"]
+__all__ = ["Geometry", "Stretch", "Tag", "of_rank"]
+
+T = TypeVar("T")
 
 # Kept answers hold no more segments than this in all: one is some 100 bytes with what follows.
 _MAX_KEPT_SEGMENTS = 1 << 16
+
+
+def of_rank(by_rank: Sequence[T], rank_id: int) -> T:
+    """The entry of a rank; ConfigError for one that the engine does not have."""
+    if not 0 <= rank_id < len(by_rank):
+        raise ConfigError(f"rank_id {rank_id} is outside an engine of {len(by_rank)} ranks")
+    return by_rank[rank_id]
 
 
 class Tag(NamedTuple):
@@ -127,7 +136,7 @@ class Geometry:
         key = (src_rank_id, dst_rank_id, c)
         found = self._share_cache.get(key)
         if found is None:
-            src, dst = self.src_ranks[src_rank_id], self.dst_ranks[dst_rank_id]
+            src, dst = of_rank(self.src_ranks, src_rank_id), of_rank(self.dst_ranks, dst_rank_id)
             found = self._find_shares(src, dst, c)
             # Of two engines of hundreds of ranks nearly all pairs have none.
             if found:
@@ -135,18 +144,20 @@ class Geometry:
         return found
 
     def _find_shares(self, src: Rank, dst: Rank, c: int) -> tuple[Share, ...]:
-        row = self.components[c].kind == "row"
+        row = self.component(c).kind == "row"
         if not row and not self._ever_share(c, src.cp_rank, dst.cp_rank):
             return ()
         return tuple(self._ownership[c].shares(src, dst, striping=self.striping and not row))
 
     def src_heads(self, src_rank_id: int, c: int, field: int = 0) -> Sequence[int]:
         """Global heads of a field in the order of a src rank's H axis."""
-        return self._ownership[c].heads(0, self.src_ranks[src_rank_id].tp_rank, field)
+        self.component(c)
+        return self._ownership[c].heads(0, of_rank(self.src_ranks, src_rank_id).tp_rank, field)
 
     def dst_heads(self, dst_rank_id: int, c: int, field: int = 0) -> Sequence[int]:
         """Global heads of a field in the order of a dst rank's H axis."""
-        return self._ownership[c].heads(1, self.dst_ranks[dst_rank_id].tp_rank, field)
+        self.component(c)
+        return self._ownership[c].heads(1, of_rank(self.dst_ranks, dst_rank_id).tp_rank, field)
 
     def _ever_share(self, c: int, src_cp_rank: int, dst_cp_rank: int) -> bool:
         key = (c, src_cp_rank, dst_cp_rank)
@@ -170,6 +181,23 @@ class Geometry:
             return decode_prefix_len
         step = self.components[c].tokens_per_element
         return max(0, num_tokens - window) // step * step
+
+    def check_prefix(self, decode_prefix_len: int, num_tokens: int) -> None:
+        """ConfigError unless the prefix is legal: 0, a multiple of prefix_unit, or num_tokens."""
+        if num_tokens < 1 or not 0 <= decode_prefix_len <= num_tokens:
+            raise ConfigError(
+                f"decode_prefix_len {decode_prefix_len} of num_tokens {num_tokens} is no prefix"
+            )
+        if decode_prefix_len and self.dst.token_shard.depends_on_length:
+            raise ConfigError(
+                "decode's token map depends on num_tokens, so nothing of another prompt can be "
+                f"reused: decode_prefix_len must be 0, not {decode_prefix_len}"
+            )
+        if decode_prefix_len % self.prefix_unit and decode_prefix_len != num_tokens:
+            raise ConfigError(
+                f"decode_prefix_len {decode_prefix_len} must be a multiple of {self.prefix_unit} "
+                f"or num_tokens ({num_tokens})"
+            )
 
     def chunk_range(self, start: int, num_tokens: int) -> range:
         """Indices of the transfer chunks that hold any of the positions [start, num_tokens)."""
@@ -240,8 +268,8 @@ class Geometry:
         num_tokens: int,
     ) -> Iterator[tuple[int, Segments]]:
         src_map, dst_map = self.token_maps(c, num_tokens)
-        src_cp = self.src_ranks[src_rank_id].cp_rank
-        dst_cp = self.dst_ranks[dst_rank_id].cp_rank
+        src_cp = of_rank(self.src_ranks, src_rank_id).cp_rank
+        dst_cp = of_rank(self.dst_ranks, dst_rank_id).cp_rank
         for share, start, stop in stretches:
             cut = segments(src_map, src_cp, dst_map, dst_cp, start, stop)
             if len(cut):
@@ -292,8 +320,8 @@ class Geometry:
         if not shares:
             return
         src_map, dst_map = self.token_maps(c, num_tokens)
-        src_cp = self.src_ranks[src_rank_id].cp_rank
-        dst_cp = self.dst_ranks[dst_rank_id].cp_rank
+        src_cp = of_rank(self.src_ranks, src_rank_id).cp_rank
+        dst_cp = of_rank(self.dst_ranks, dst_rank_id).cp_rank
         regular = self._are_fixed[c]
         key = (src_rank_id, dst_rank_id, c)
         for chunk in self.chunk_range(start, num_tokens):
@@ -311,20 +339,20 @@ class Geometry:
             if sends:
                 yield chunk
 
-    def num_elements(self, c: int, decode_prefix_len: int, num_tokens: int) -> int:
+    def sent_elements(self, c: int, decode_prefix_len: int, num_tokens: int) -> range:
         """Elements of a paged component that are sent, whoever holds them."""
         start = self.start(c, decode_prefix_len, num_tokens)
-        return len(self._elements(c, range(start, max(start, num_tokens))))
+        return self._elements(c, range(start, max(start, num_tokens)))
 
     def src_pages(self, src_rank_id: int, c: int, tokens: range, num_tokens: int) -> range:
         """Local pages of a src rank that hold any of those positions."""
-        cp_rank = self.src_ranks[src_rank_id].cp_rank
+        cp_rank = of_rank(self.src_ranks, src_rank_id).cp_rank
         elements = self._elements(c, tokens)
         return self.token_maps(c, num_tokens)[0].pages(cp_rank, elements.start, elements.stop)
 
     def dst_pages(self, dst_rank_id: int, c: int, tokens: range, num_tokens: int) -> range:
         """Local pages of a dst rank that hold any of those positions."""
-        cp_rank = self.dst_ranks[dst_rank_id].cp_rank
+        cp_rank = of_rank(self.dst_ranks, dst_rank_id).cp_rank
         elements = self._elements(c, tokens)
         return self.token_maps(c, num_tokens)[1].pages(cp_rank, elements.start, elements.stop)
 

@@ -13,7 +13,7 @@ from pdkv.errors import ConfigError
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.plan.check import check_engines
 from pdkv.plan.fanin import FanIn
-from pdkv.plan.geometry import Geometry, Tag
+from pdkv.plan.geometry import Geometry, Tag, of_rank
 from pdkv.plan.pools import check_aux_rows, check_pool
 from pdkv.plan.route import Route
 from pdkv.plan.storage import Storage, store
@@ -65,23 +65,23 @@ class Pairing:
 
     def writers(self, dst_rank_id: int) -> tuple[int, ...]:
         """Src rank_ids that may write anything (KV, state or aux) to that rank, ascending."""
-        return self._fan.writers[dst_rank_id]
+        return of_rank(self._fan.writers, dst_rank_id)
 
     def readers(self, src_rank_id: int) -> tuple[int, ...]:
         """Dst rank_ids to which that rank may write anything, ascending."""
-        return self._fan.readers[src_rank_id]
+        return of_rank(self._fan.readers, src_rank_id)
 
     def dummy_writers(self, dst_rank_id: int) -> tuple[int, ...]:
         """Src rank_ids without a reader whose dummy TransferInfo that rank sends."""
-        return self._fan.dummies[dst_rank_id]
+        return of_rank(self._fan.dummies, dst_rank_id)
 
     def num_readers(self, src_rank_id: int) -> int:
         """TransferInfos that this src rank awaits per request, a dummy one included."""
-        return max(1, len(self._fan.readers[src_rank_id]))
+        return max(1, len(of_rank(self._fan.readers, src_rank_id)))
 
     def aux_writer(self, dst_rank_id: int) -> int:
         """The src rank_id that sends the aux row to that rank."""
-        return self._fan.aux_writers[dst_rank_id]
+        return of_rank(self._fan.aux_writers, dst_rank_id)
 
     def converts(self, component: int) -> bool:
         """Whether a component (by the index in its tags) is converted on its way, so that it can
@@ -92,20 +92,7 @@ class Pairing:
 
     def check_prefix(self, decode_prefix_len: int, num_tokens: int) -> None:
         """ConfigError unless the prefix is legal: 0, a multiple of prefix_unit, or num_tokens."""
-        if num_tokens < 1 or not 0 <= decode_prefix_len <= num_tokens:
-            raise ConfigError(
-                f"decode_prefix_len {decode_prefix_len} of num_tokens {num_tokens} is no prefix"
-            )
-        if decode_prefix_len and self.dst.token_shard.depends_on_length:
-            raise ConfigError(
-                "decode's token map depends on num_tokens, so nothing of another prompt can be "
-                f"reused: decode_prefix_len must be 0, not {decode_prefix_len}"
-            )
-        if decode_prefix_len % self.prefix_unit and decode_prefix_len != num_tokens:
-            raise ConfigError(
-                f"decode_prefix_len {decode_prefix_len} must be a multiple of {self.prefix_unit} "
-                f"or num_tokens ({num_tokens})"
-            )
+        self._geometry.check_prefix(decode_prefix_len, num_tokens)
 
     def chunks(self, decode_prefix_len: int, num_tokens: int) -> range:
         """Indices of the transfer chunks that the prefix leaves; empty for a full hit."""
@@ -170,6 +157,7 @@ class Pairing:
 
     def num_src_pages(self, src_rank_id: int, num_tokens: int, component: int = 0) -> int:
         """Local pages of the whole prompt at that src rank; 1 for rows (the row id)."""
+        self.check_prefix(0, num_tokens)
         if self._geometry.component(component).kind == "row":
             return 1
         return len(self._geometry.src_pages(src_rank_id, component, range(num_tokens), num_tokens))
@@ -231,6 +219,7 @@ class Pairing:
         Pairs that only exchange other components, or aux, are left out.
         """
         self.check_prefix(decode_prefix_len, num_tokens)
+        self._geometry.component(component)
         found = []
         for dst_id in range(self.dst.parallel.num_ranks):
             for src_id in self.writers(dst_id):

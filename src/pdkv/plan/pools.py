@@ -33,6 +33,12 @@ Fault = tuple[str, Callable[[PoolLayout], object], str]
 Pools = tuple[PoolLayout, PoolLayout]
 """The src rank's and the dst rank's."""
 
+Axis = tuple[int, int]
+"""Stride in bytes, length."""
+
+Shape = tuple[tuple[Axis, ...], int]
+"""The axes of a field, the widest first, and the bytes of one head."""
+
 MAX_ADDRESS = 1 << 62
 
 
@@ -111,12 +117,11 @@ def _faults(engine: EngineLayout, rank_id: int, pool: PoolLayout) -> Iterator[Fa
             component, stored, layer_ids, placement.page_size
         ):
             yield f"{component.name}.{field}", _reader(component.name, value), reason
-        bases = [base for f in stored.fields for base in f.bases]
-        if len(set(bases)) != len(bases):
-            shared = _reader(component.name, lambda c: tuple(f.bases for f in c.fields))
-            yield f"{component.name}.bases", shared, "two layers or fields have one base"
         for f, num_heads in zip(component.fields, heads, strict=True):
             yield from _field_faults(component, stored, f, num_heads, regions)
+        if _any_overlap(component, stored, heads):
+            spread = _reader(component.name, lambda c: tuple(f.bases for f in c.fields))
+            yield f"{component.name}.bases", spread, "two layers or fields share bytes"
     yield from _aux_faults(engine, pool)
 
 
@@ -173,11 +178,17 @@ def _field_faults(
         yield f"{where}.strides", strides, fault
         return
     if min(pool.bases) <= 0 or max(pool.bases) + extent > MAX_ADDRESS:
-        yield f"{where}.bases", read(lambda f: f.bases), "are no addresses"
+        reach = f"{extent} bytes from each are no addresses"
+        yield f"{where}.bases", read(lambda f: f.bases), reach
         return
     outside = ~regions.hold(np.array(pool.bases, np.int64), extent)
     if outside.any():
-        reason = f"layer {stored.layer_ids[int(outside.argmax())]} leaves the registered regions"
+        layer = int(outside.argmax())
+        first = pool.bases[layer]
+        reason = (
+            f"layer {stored.layer_ids[layer]}, [{first:#x}, {first + extent:#x}), leaves the "
+            "registered regions"
+        )
         yield f"{where}.bases", read(lambda f: f.bases), reason
 
 
@@ -189,6 +200,18 @@ def _extent(
     Axes longer than one must nest: each stride at least what all smaller ones reach. That is what
     NHD, HND and K beside V in any place have in common, and it makes addresses unique.
     """
+    reach = head_nbytes
+    for stride, length in reversed(_axes(component, stored, pool, num_heads)):
+        if stride < reach:
+            return 0, f"elements of {reach} bytes overlap at a stride of {stride}"
+        reach += stride * (length - 1)
+    return reach, ""
+
+
+def _axes(
+    component: Component, stored: ComponentPool, pool: FieldPool, num_heads: int
+) -> tuple[Axis, ...]:
+    """The axes of a field that are longer than one, the widest stride first."""
     per_page = component.num_rows
     if component.kind == "tokens":
         per_page = stored.page_size // component.tokens_per_element
@@ -197,17 +220,60 @@ def _extent(
         (pool.token_stride, per_page),
         (pool.head_stride, num_heads),
     ]
-    reach = head_nbytes
-    for stride, length in sorted(axes):
-        if length > 1:
-            if stride < reach:
-                return 0, f"elements of {reach} bytes overlap at a stride of {stride}"
-            reach += stride * (length - 1)
-    return reach, ""
+    return tuple(sorted((axis for axis in axes if axis[1] > 1), reverse=True))
+
+
+def _any_overlap(component: Component, stored: ComponentPool, num_heads: list[int]) -> bool:
+    """Whether a byte belongs to two of a component's layers or fields. Their strides are checked.
+
+    Other components may use the same memory: engines exist whose layers of different kinds share
+    one buffer, page by page.
+    """
+    shapes: list[Shape] = []
+    bases: list[int] = []
+    which: list[int] = []
+    for spec, heads in zip(component.fields, num_heads, strict=True):
+        pool = next(f for f in stored.fields if f.name == spec.name)
+        if heads:
+            bases += pool.bases
+            which += [len(shapes)] * len(pool.bases)
+            shapes.append((_axes(component, stored, pool, heads), spec.head_nbytes))
+    order = np.argsort(np.array(bases, np.int64), kind="stable")
+    base, shape = np.array(bases, np.int64)[order], np.array(which, np.int64)[order]
+    end = base + np.array([_reach(s) for s in shapes], np.int64)[shape]
+    if (np.maximum.accumulate(end[:-1]) <= base[1:]).all():
+        return False
+    first, second = np.nonzero(np.triu(base[None, :] < end[:, None], k=1))
+    pairs = np.stack((base[second] - base[first], shape[first], shape[second]), axis=1)
+    return any(
+        _overlap(distance, shapes[a], shapes[b])
+        for distance, a, b in np.unique(pairs, axis=0).tolist()
+    )
+
+
+def _reach(shape: Shape) -> int:
+    axes, nbytes = shape
+    return nbytes + sum(stride * (length - 1) for stride, length in axes)
+
+
+def _overlap(distance: int, a: Shape, b: Shape) -> bool:
+    """Whether two nests of elements share a byte; b begins `distance` bytes after a."""
+    (a_axes, a_nbytes), (b_axes, b_nbytes) = a, b
+    if a_axes and b_axes and a_axes[0][0] == b_axes[0][0]:
+        # Inner parts are no longer than the stride, so only the two nearest can meet.
+        stride = a_axes[0][0]
+        inner = (a_axes[1:], a_nbytes), (b_axes[1:], b_nbytes)
+        return any(
+            -b_axes[0][1] < steps < a_axes[0][1] and _overlap(distance - steps * stride, *inner)
+            for steps in (distance // stride, distance // stride + 1)
+        )
+    return -_reach(b) < distance < _reach(a)
 
 
 def _region_faults(pool: PoolLayout) -> Iterator[Fault]:
     spans = sorted((r.address, r.end) for r in pool.regions)
+    if spans and max(end for _, end in spans) > MAX_ADDRESS:
+        yield "regions", lambda p: p.regions, "are no addresses"
     for (_, end), (start, _) in pairwise(spans):
         if start < end:
             yield "regions", lambda p: p.regions, "overlap"

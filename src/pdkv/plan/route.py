@@ -202,7 +202,10 @@ class Route:
     def _page_tables(
         self, c: int, decode_prefix_len: int, num_tokens: int
     ) -> tuple[PageTable, PageTable]:
-        geometry, shared = self._geometry, self._shared[c]
+        geometry = self._geometry
+        geometry.component(c)
+        geometry.check_prefix(decode_prefix_len, num_tokens)
+        shared = self._shared[c]
         if shared is None:
             raise ConfigError(f"component {c} does not cross between this pair")
         src_map, dst_map = geometry.token_maps(c, num_tokens)

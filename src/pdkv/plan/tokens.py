@@ -254,8 +254,16 @@ def num_shared(
     """How many of the elements [start, stop) both ranks hold. Both maps are bound."""
     if len(src.owners) == 1 and len(dst.owners) == 1:
         return max(0, stop - start)
-    elements = np.arange(start, stop, dtype=np.int64)
-    return int((src.holds(src_cp_rank, elements) & dst.holds(dst_cp_rank, elements)).sum())
+
+    def count(stop: int) -> int:
+        elements = np.arange(start, stop, dtype=np.int64)
+        shared = src.holds(src_cp_rank, elements) & dst.holds(dst_cp_rank, elements)
+        return int(shared.sum())
+
+    # Every period is as the first.
+    period = math.lcm(src.cycle, dst.cycle)
+    num_periods, rest = divmod(max(0, stop - start), period)
+    return (num_periods * count(start + period) if num_periods else 0) + count(start + rest)
 
 
 def shares_tokens(

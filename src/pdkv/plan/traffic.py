@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from pdkv.plan.geometry import Geometry, Tag
+from pdkv.plan.geometry import Geometry, Stretch, Tag
 from pdkv.plan.ownership import Share
 from pdkv.plan.tokens import num_shared
 
@@ -63,7 +63,7 @@ def moved_nbytes(
 ) -> int:
     """`flow(...).nbytes` alone."""
     if geometry.are_whole(c) and geometry.components[c].kind != "row":
-        count = geometry.num_elements(c, decode_prefix_len, num_tokens)
+        count = len(geometry.sent_elements(c, decode_prefix_len, num_tokens))
         return count * geometry.whole_nbytes(*pair, c)
     counts = _counts(geometry, pair, c, decode_prefix_len, num_tokens)
     return sum(count * geometry.share_nbytes(c, share) for share, count in counts)
@@ -79,17 +79,28 @@ def _counts(
     """Positions of each share that cross; none of 0."""
     shares = geometry.shares(*pair, c)
     if geometry.are_whole(c) and geometry.components[c].kind != "row":
-        count = geometry.num_elements(c, decode_prefix_len, num_tokens)
+        count = len(geometry.sent_elements(c, decode_prefix_len, num_tokens))
         return [(share, count) for share in shares if count and share.units(1)]
     src_map, dst_map = geometry.token_maps(c, num_tokens)
     src_cp, dst_cp = geometry.src_ranks[pair[0]].cp_rank, geometry.dst_ranks[pair[1]].cp_rank
     per_share: Counter[int] = Counter()
-    for tag in _tags(geometry, pair, c, decode_prefix_len, num_tokens):
-        for part in geometry.stretches(*pair, tag, decode_prefix_len, num_tokens):
-            per_share[part.share] += num_shared(
-                src_map, src_cp, dst_map, dst_cp, part.start, part.stop
-            )
+    for part in _stretches(geometry, pair, c, decode_prefix_len, num_tokens):
+        per_share[part.share] += num_shared(src_map, src_cp, dst_map, dst_cp, part.start, part.stop)
     return [(shares[i], count) for i, count in sorted(per_share.items()) if count]
+
+
+def _stretches(
+    geometry: Geometry, pair: tuple[int, int], c: int, decode_prefix_len: int, num_tokens: int
+) -> Iterator[Stretch]:
+    """What a pair sends of a component; without striping not cut into transfer chunks."""
+    if geometry.striping or geometry.components[c].kind == "row":
+        for tag in _tags(geometry, pair, c, decode_prefix_len, num_tokens):
+            yield from geometry.stretches(*pair, tag, decode_prefix_len, num_tokens)
+        return
+    sent = geometry.sent_elements(c, decode_prefix_len, num_tokens)
+    for i, share in enumerate(geometry.shares(*pair, c)):
+        if share.units(1):
+            yield Stretch(i, sent.start, sent.stop)
 
 
 def _tags(
