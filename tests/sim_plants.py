@@ -199,8 +199,10 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @plant("a write does not wait for its ready event")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def queue(original: Any, self: Writes, owner: Any, peer: Any, tag: Tag, ready: Any) -> Any:
-        return original(self, owner, peer, tag, ())
+    def queue(
+        original: Any, self: Writes, owner: Any, peer: Any, tag: Tag, ready: Any, *grant: Any
+    ) -> Any:
+        return original(self, owner, peer, tag, (), *grant)
 
     around(patch, Writes, "queue", queue)
 
@@ -293,17 +295,18 @@ def _(patch: pytest.MonkeyPatch) -> None:
 
 @plant("the first reader's page ids serve all readers")
 def _(patch: pytest.MonkeyPatch) -> None:
-    def runs(original: Any, self: Writes, write: Any) -> Any:
+    def pages(original: Any, write: Any) -> Any:
         infos = write.owner.machine.infos
         first = infos[min(infos)]
         own = infos[write.peer.rank_id]
         infos[write.peer.rank_id] = msgspec.structs.replace(own, dst_page_ids=first.dst_page_ids)
         try:
-            return original(self, write)
+            return original(write)
         finally:
             infos[write.peer.rank_id] = own
 
-    around(patch, Writes, "_runs", runs)
+    original = Writes._pages
+    patch.setattr(Writes, "_pages", staticmethod(lambda write: pages(original, write)))
 
 
 @plant("a full queue counts as posted")

@@ -19,6 +19,7 @@ from pdkv.backends.nixl_memory import Memory
 from pdkv.backends.nixl_transfers import translated
 from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits
+from pdkv.plan import Sizes
 
 __all__ = ["ListTable"]
 
@@ -111,9 +112,7 @@ class _Lists:
         self.peer, self.src, self.dst = peer, src, dst
         self.num_users = 0
         self.is_released = False
-        self._nbytes = src_rows[:, 1]
-        self._ends = np.cumsum(src_rows[:, 3].astype(np.int64))
-        self._uniform = int(self._nbytes[0]) if len(set(self._nbytes.tolist())) == 1 else 0
+        self._sizes = Sizes(src_rows)
 
     def check(self, src: _Index, dst: _Index, limits: BackendLimits) -> int:
         """NIXL itself refuses indices outside a list and pairs of different sizes."""
@@ -122,16 +121,14 @@ class _Lists:
                 raise TransferError(f"indices must be integer vectors, got {index.dtype}")
         if len(src) != len(dst):
             raise TransferError(f"indices of unequal length: {len(src)} src, {len(dst)} dst")
-        nbytes = self._sum(src)
+        try:
+            sizes = self._sizes.of(src)
+        except IndexError as error:
+            raise TransferError(f"src: {error}") from None
+        nbytes = int(sizes[0]) * len(src) if len(sizes) == 1 else int(sizes.sum())
         if len(src) > limits.max_runs_per_post or nbytes > limits.max_nbytes_per_post:
             raise TransferError(f"{len(src)} descriptors of {nbytes} bytes are beyond {limits}")
         return nbytes
-
-    def _sum(self, src: _Index) -> int:
-        if self._uniform:
-            return self._uniform * len(src)
-        rows = np.minimum(self._ends.searchsorted(src, side="right"), len(self._ends) - 1)
-        return int(self._nbytes[rows].sum(dtype=np.uint64))
 
 
 def _nixl_rows(memory: Memory, rows: _Rows, side: str) -> tuple[str, _Rows]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from pdkv.endpoint.peers import Peer
+from pdkv.endpoint.prepared import Indexed
 from pdkv.interfaces import ReadyEvent
 from pdkv.observe import Phase, Slice
 from pdkv.plan import Runs, Tag
@@ -31,7 +32,7 @@ class Write:
     is_aux: bool = False
     grant: StageGrant | None = None
     buffer: int | None = None
-    parts: deque[Runs] | None = None
+    parts: deque[Runs | Indexed] | None = None
     rider: Write | None = None
     num_in_flight: int = 0
     plan_from: float = 0.0

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
-from pdkv.interfaces import ControlChannel, TransferBackend
+from pdkv.interfaces import ControlChannel, PreparedTransfers, TransferBackend
 from pdkv.layout import EngineLayout
 from pdkv.observe import Refusal
 from pdkv.plan import Pairing, Route
@@ -240,12 +240,21 @@ class Links:
             if self.check_reader is not None:
                 self.check_reader(pairing, route, hello)
             peer.backend_key = self._backend.connect(hello.metadata)
+        self._forget_lists(peer)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
         peer.version = min(hello.version, self._local.versions[1])
         # Rows of another kind of memory would make two transfers of one.
         regions = (*self._local.pool.regions, *hello.pool.regions)
         is_one_kind = len({region.device for region in regions}) == 1
         peer.joins_rows = is_one_kind and JOINED_NOTIFICATIONS in hello.capabilities
+
+    def _forget_lists(self, peer: Peer) -> None:
+        """They name the memory that the peer had before."""
+        kept = [lists for lists in peer.lists.values() if lists is not None]
+        if kept and isinstance(self._backend, PreparedTransfers):
+            for lists in kept:
+                self._backend.release(lists.prepared)
+        peer.lists = {}
 
     def _version_mismatch(self, hello: Hello | HelloHead) -> LayoutMismatch | None:
         lowest, highest = self._local.versions

@@ -11,6 +11,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from pdkv.endpoint.prepared import PeerLists
 from pdkv.plan import Pairing, Route
 from pdkv.protocol import Frame, Hello, Identity
 
@@ -43,6 +44,7 @@ class Peer:
     route: Route | None = None
     inbound: Route | None = None  # the other way, for what it stages here
     backend_key: str = ""
+    lists: dict[int, PeerLists | None] = field(default_factory=dict)  # by component
     joins_rows: bool = False  # the aux row may go in one write with KV
     grid: int = 0
     wants_greeting: bool = False  # I receive from this peer: it must have my Hello

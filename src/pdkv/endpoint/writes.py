@@ -7,7 +7,7 @@ owed gigabytes holds nothing up but its own lane. Layer 5.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,9 +15,10 @@ import numpy as np
 from pdkv.endpoint.lanes import Lane, Write
 from pdkv.endpoint.parts import fits_one_post, split_runs
 from pdkv.endpoint.peers import Peer
+from pdkv.endpoint.prepared import Indexed, TagPages, lists_of, prepared_transfers
 from pdkv.errors import PdkvError
 from pdkv.interfaces import ReadyEvent, TransferBackend
-from pdkv.plan import Runs, Tag
+from pdkv.plan import Route, Runs, Tag
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Notification, Sent, StageGrant, encode_notifications
 from pdkv.request.events import WriteEnded
@@ -41,6 +42,7 @@ class Writes:
         self.staging: Staging | None = None
         self._staged: set[tuple[int, int, Tag]] = set()
         self._backend = backend
+        self._prepared = prepared_transfers(backend)
         self._aux = aux
         self._clock = clock
         self._lanes: dict[str, Lane] = {}
@@ -186,11 +188,15 @@ class Writes:
 
     def _hand_over(self, lane: Lane, write: Write) -> bool:
         assert write.parts
-        runs = write.parts[0]
+        part = write.parts[0]
         note = self._notification(write) if len(write.parts) == 1 else b""
         posting = self._clock()
         write.tried_at = write.tried_at or posting
-        transfer_id = self._backend.post(write.peer.backend_key, runs, note)
+        if isinstance(part, Runs):
+            transfer_id = self._backend.post(write.peer.backend_key, part, note)
+        else:
+            assert self._prepared is not None
+            transfer_id = self._prepared.post_prepared(part.prepared, part.src, part.dst, note)
         if transfer_id is None:
             return False
         write.parts.popleft()
@@ -198,7 +204,7 @@ class Writes:
         posted = self._clock()
         write.owner.stats.post_s += posted - posting
         write.note_part(posting, posted)
-        self._count(write, runs)
+        self._count(write, part)
         self._in_flight[transfer_id] = write
         write.num_in_flight += 1
         lane.num_in_flight += 1
@@ -214,11 +220,11 @@ class Writes:
         return encode_notifications(notes)
 
     @staticmethod
-    def _count(write: Write, runs: Runs) -> None:
+    def _count(write: Write, part: Runs | Indexed) -> None:
         if write.is_aux:
             return
         stats, rank_id = write.owner.stats, write.peer.rank_id
-        num_runs, nbytes = runs.num_runs, runs.total_nbytes
+        num_runs, nbytes = part.num_runs, part.total_nbytes
         if write.rider is not None and not write.parts:
             num_runs -= write.rider.num_descriptors
             nbytes -= write.rider.nbytes
@@ -233,14 +239,26 @@ class Writes:
     def _plan(self, write: Write) -> None:
         started = self._clock()
         try:
-            runs = self._runs(write) if write.grant is None else self._gather(write, write.grant)
-            write.parts = deque(split_runs(runs, self._backend.limits))
+            write.parts = deque(self._parts(write))
         except PdkvError as error:
             write.fail(str(error), quiet=True)
         except Exception as error:  # a fault of this library; nothing was moved
             write.fail(f"{type(error).__name__}: {error}", quiet=True)
         write.plan_from, write.plan_to = started, write.gather_from or self._clock()
         write.owner.stats.plan_s += write.plan_to - started
+
+    def _parts(self, write: Write) -> Sequence[Runs | Indexed]:
+        """What a tag is, cut so that one post may hold each."""
+        limits = self._backend.limits
+        if write.grant is not None:
+            return split_runs(self._gather(write, write.grant), limits)
+        if self._prepared is not None and not write.is_aux:
+            lists = lists_of(write.peer, write.tag.component, self._prepared)
+            parts = lists and lists.plan(write.tag, self._pages(write), limits)
+            if parts:
+                write.owner.stats.num_tags += 1
+                return parts
+        return split_runs(self._runs(write), limits)
 
     def _take_rider(self, lane: Lane, write: Write) -> None:
         """Where the aux row of the same request is next, and ready, and there is room in the last
@@ -250,10 +268,13 @@ class Writes:
             return
         if write.is_aux or not write.parts or not write.peer.joins_rows:
             return
+        last = write.parts[-1]
+        if not isinstance(last, Runs):
+            return
         try:
             if not all(event.query() for event in rider.ready):
                 return
-            runs, last = self._runs(rider), write.parts[-1]
+            runs = self._runs(rider)
         except Exception:  # it will say so itself, when it is its turn
             return
         if not fits_one_post(last, runs, self._backend.limits):
@@ -274,31 +295,44 @@ class Writes:
         return Runs(*(np.array([x], np.uint64) for x in (write.buffer, grant.address, nbytes)))
 
     def _runs(self, write: Write) -> Runs:
-        machine, route, tag = write.owner.machine, write.peer.route, write.tag
-        info = machine.infos[write.peer.rank_id]
+        route = write.peer.route
         assert route is not None
-        assert machine.pairing is not None
         if write.is_aux:
-            assert machine.finish is not None
-            assert machine.identity is not None
-            self._aux.stamp(
-                machine.finish.aux_index,
-                identity=machine.identity,
-                outcome=int(machine.finish.outcome),
-                num_tokens=machine.covered,
-            )
-            return route.plan_aux(machine.finish.aux_index, info.dst_aux_index)
-        own = machine.pairing.own_page_components
-        ids = info.state_ids(own.index(tag.component)) if tag.component in own else info.page_ids()
-        source = tag.component if tag.component in own else 0
+            return self._aux_run(write, route)
         write.owner.stats.num_tags += 1
+        prefix, num_tokens, src, dst = self._pages(write)
         return route.plan(
-            tag,
-            decode_prefix_len=info.decode_prefix_len,
-            num_tokens=info.num_tokens,
-            src_page_ids=machine.pages[source],
-            dst_page_ids=ids,
+            write.tag,
+            decode_prefix_len=prefix,
+            num_tokens=num_tokens,
+            src_page_ids=src,
+            dst_page_ids=dst,
         )
+
+    def _aux_run(self, write: Write, route: Route) -> Runs:
+        """The aux row, stamped now."""
+        machine = write.owner.machine
+        assert machine.finish is not None
+        assert machine.identity is not None
+        self._aux.stamp(
+            machine.finish.aux_index,
+            identity=machine.identity,
+            outcome=int(machine.finish.outcome),
+            num_tokens=machine.covered,
+        )
+        dst_index = machine.infos[write.peer.rank_id].dst_aux_index
+        return route.plan_aux(machine.finish.aux_index, dst_index)
+
+    @staticmethod
+    def _pages(write: Write) -> TagPages:
+        """Which pages a tag's plan is made of."""
+        machine, component = write.owner.machine, write.tag.component
+        info = machine.infos[write.peer.rank_id]
+        assert machine.pairing is not None
+        own = machine.pairing.own_page_components
+        ids = info.state_ids(own.index(component)) if component in own else info.page_ids()
+        source = machine.pages[component if component in own else 0]
+        return TagPages(info.decode_prefix_len, info.num_tokens, source, ids)
 
     # -- completions ------------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from pdkv.plan.geometry import Tag
 from pdkv.plan.pages import are_distinct
 from pdkv.plan.pairing import Pairing, validate
 from pdkv.plan.picture import Picture
-from pdkv.plan.prepared import Indices, PreparedLists
+from pdkv.plan.prepared import Indices, PreparedLists, Sizes
 from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns, coalesce, coalesce_pages
 from pdkv.plan.staged import gather_copies, scatter_copies, staged_nbytes
@@ -28,6 +28,7 @@ __all__ = [
     "Route",
     "RunBuffer",
     "Runs",
+    "Sizes",
     "StridedRuns",
     "TableCopy",
     "Tag",

@@ -144,6 +144,6 @@ def as_ids(ids: PageIds) -> Ints:
     array = np.asarray(ids)
     if array.dtype == _INT64 and array.ndim == 1:
         return array
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"page ids must be a flat list of integers, not {array.dtype}")
     return array.astype(np.int64, copy=False)

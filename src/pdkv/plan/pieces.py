@@ -21,7 +21,7 @@ from pdkv.layout import DTYPE_NBYTES, Component, Field
 from pdkv.plan.conversion import Conversion
 from pdkv.plan.ownership import Share
 from pdkv.plan.pages import Placed
-from pdkv.plan.runs import run_starts
+from pdkv.plan.runs import Runs, run_starts
 from pdkv.plan.storage import ComponentStorage
 from pdkv.plan.tables import Cast
 from pdkv.plan.tokens import Ints
@@ -166,6 +166,14 @@ class Block(NamedTuple):
         """Bytes of every run, or None where they differ."""
         first = int(self.nbytes[0])
         return first if len(self.nbytes) == 1 or bool((self.nbytes == first).all()) else None
+
+    def runs(self) -> Runs:
+        """Every run, piece by piece."""
+        src = self.pieces.src[:, None] + self.src_offsets
+        dst = self.pieces.dst[:, None] + self.dst_offsets
+        nbytes = np.empty(src.shape, np.int64)
+        nbytes[:] = self.nbytes
+        return Runs(*(table.ravel().view(np.uint64) for table in (src, dst, nbytes)))
 
 
 def flat_index(page_ids: Ints, per_page: int, offsets: Ints, per_offset: int) -> Ints:

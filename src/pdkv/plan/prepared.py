@@ -19,7 +19,7 @@ from pdkv.plan.route import Route
 from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Indices", "PreparedLists"]
+__all__ = ["Indices", "PreparedLists", "Sizes"]
 
 
 class Indices(NamedTuple):
@@ -30,6 +30,31 @@ class Indices(NamedTuple):
 
     src: npt.NDArray[Any]
     dst: npt.NDArray[Any]
+
+
+class Sizes:
+    """Bytes of each descriptor of a list, by its index. Neighbours mostly have one size: pages of
+    one kind lie side by side."""
+
+    def __init__(self, rows: npt.NDArray[np.uint64]) -> None:
+        """rows: uint64[N, 4], as of `PreparedLists`."""
+        nbytes, ends = rows[:, 1].astype(np.int64), np.cumsum(rows[:, 3].astype(np.int64))
+        last = np.append(nbytes[:-1] != nbytes[1:], True)
+        self._nbytes, self._ends = nbytes[last], ends[last]
+
+    def of(self, index: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
+        """One size for all, as an array of one, or one for each index; IndexError for what lies
+        outside of the list."""
+        if not len(index):
+            return np.zeros(1, np.int64)
+        ends = (int(index.min()), int(index.max()))
+        first, last = self._ends.searchsorted(ends, side="right").tolist()
+        if ends[0] < 0:
+            raise IndexError(f"no descriptor {ends[0]}")
+        if first == last:
+            return self._nbytes[[first]]
+        sizes: npt.NDArray[np.int64] = self._nbytes[self._ends.searchsorted(index, side="right")]
+        return sizes
 
 
 class Rows(NamedTuple):

@@ -16,7 +16,7 @@ from pdkv.errors import ConfigError
 from pdkv.plan.cost import Estimate
 from pdkv.plan.geometry import Geometry, Tag
 from pdkv.plan.pages import PageIds, PageTable, Placed, as_ids, place
-from pdkv.plan.pieces import Group, groups
+from pdkv.plan.pieces import Block, Group, groups
 from pdkv.plan.runs import RunBuffer, Runs, StridedRuns
 from pdkv.plan.storage import ComponentStorage, Storage
 from pdkv.plan.strided import strided_runs
@@ -96,22 +96,9 @@ class Route:
             for group in self.groups(tag.component)[share]
             for block in group.blocks(placed)
         ]
-        sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
-        buffer = RunBuffer() if buffer is None else buffer
-        addresses = buffer.take(2, sum(sizes))
-        constants = {b.size for b in blocks}
-        constant = constants.pop() if len(constants) == 1 else None
-        nbytes = buffer.sizes(sum(sizes), constant)
-        at = 0
-        for block, size in zip(blocks, sizes, strict=True):
-            shape = (len(block.pieces.src), len(block.src_offsets))
-            src, dst = (row[at : at + size].reshape(shape) for row in addresses)
-            np.add(block.pieces.src[:, None], block.src_offsets, out=src)
-            np.add(block.pieces.dst[:, None], block.dst_offsets, out=dst)
-            if constant is None:
-                nbytes[at : at + size].reshape(shape)[:] = block.nbytes
-            at += size
-        return Runs(*(row.view(np.uint64) for row in (*addresses, nbytes)))
+        if buffer is None and len(blocks) == 1:  # what most chunks are
+            return blocks[0].runs()
+        return _expand(blocks, buffer or RunBuffer())
 
     def plan_strided(
         self,
@@ -163,8 +150,8 @@ class Route:
         nbytes = self._src_pool.aux_row_nbytes
         src = self._src_pool.aux_base + src_index * nbytes
         dst = self._dst_pool.aux_base + dst_index * nbytes
-        table = np.array(((src,), (dst,), (nbytes,)), np.uint64)
-        return Runs(*(table if nbytes else table[:, :0]))
+        row = np.array((src, dst, nbytes), np.uint64)
+        return Runs(row[:1], row[1:2], row[2:]) if nbytes else Runs(row[:0], row[:0], row[:0])
 
     def groups(self, component: int) -> tuple[tuple[Group, ...], ...]:
         """The groups of each share of a component; empty where this pair moves none of it."""
@@ -234,3 +221,22 @@ class Route:
         if not parts:
             raise ConfigError(f"{tag} carries nothing to rank {self.dst_rank_id}")
         return parts
+
+
+def _expand(blocks: list[Block], buffer: RunBuffer) -> Runs:
+    """Every run of every block, in arrays of the buffer."""
+    sizes = [len(b.pieces.src) * len(b.src_offsets) for b in blocks]
+    addresses = buffer.take(2, sum(sizes))
+    constants = {b.size for b in blocks}
+    constant = constants.pop() if len(constants) == 1 else None
+    nbytes = buffer.sizes(sum(sizes), constant)
+    at = 0
+    for block, size in zip(blocks, sizes, strict=True):
+        shape = (len(block.pieces.src), len(block.src_offsets))
+        src, dst = (row[at : at + size].reshape(shape) for row in addresses)
+        np.add(block.pieces.src[:, None], block.src_offsets, out=src)
+        np.add(block.pieces.dst[:, None], block.dst_offsets, out=dst)
+        if constant is None:
+            nbytes[at : at + size].reshape(shape)[:] = block.nbytes
+        at += size
+    return Runs(*(row.view(np.uint64) for row in (*addresses, nbytes)))
