@@ -217,14 +217,14 @@ class Incoming:
 
     def _on_keepalive(self, peer: Peer, waiting: tuple[Waiting, ...]) -> None:
         requests, rank_id, life = self._requests, peer.rank_id, peer.key[0]
-        named: set[Identity] = set()
+        named: list[Identity] = []
         for item in waiting:
             receiving = requests.receivers.get(item.identity)
             owner: Receiving | Sending | None = receiving
             if receiving is not None:
                 is_of_peer = receiving.engine == life
                 if is_of_peer:
-                    named.add(item.identity)
+                    named.append(item.identity)
             else:
                 owner = requests.rooms.by_identity.get(item.identity)
                 is_of_peer = item.identity.incarnation == life
@@ -232,8 +232,8 @@ class Incoming:
                 requests.inbox.append((owner, PeerSeen(rank_id, item.poll, item.wait)))
         if len(named) >= len(peer.requests):
             return
-        unnamed = [i for i in peer.requests if i in requests.receivers and i not in named]
-        for identity in sorted(unnamed):
+        unnamed = peer.requests.difference(named)
+        for identity in sorted(unnamed & requests.receivers.keys()):
             receiving = requests.receivers[identity]
             if receiving.engine == life:
                 receiving.heard.pop(rank_id, None)

@@ -58,7 +58,11 @@ __all__ = [
 ]
 
 
-class Message(msgspec.Struct, frozen=True, array_like=True):
+# `gc=False` on what has no way to refer to itself: a keepalive may be ten thousand of these, and
+# Python's collector would look at each.
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Base of all messages; not a message itself."""
 
 
@@ -117,7 +121,7 @@ class Refused(Message, frozen=True, tag="refused"):
         _fit_texts(self, "field", "text")
 
 
-class StageGrant(msgspec.Struct, frozen=True, array_like=True):
+class StageGrant(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A staging region promised to one (writer, component, transfer chunk) of one identity.
 
     `generation` is the pool's count of this region's uses. The writer fixes a chunk's path when
@@ -297,7 +301,7 @@ class Wait(enum.IntEnum):
     """For those ranks to grant staging regions; a tag that gets none goes direct."""
 
 
-class Waiting(msgspec.Struct, frozen=True, array_like=True):
+class Waiting(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One live identity in a keepalive: my KVPoll value for it, and what I wait for from whom."""
 
     identity: Identity
@@ -342,7 +346,7 @@ AnyMessage = (
 )
 
 
-class Frame(msgspec.Struct, frozen=True, array_like=True):
+class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What travels: a message and its place between two lives of two nodes.
 
     `to_incarnation` is empty in a Hello to a peer whose life is not known. `epoch` grows when the

@@ -26,21 +26,21 @@ __all__ = [
 ]
 
 
-class OpenKey(msgspec.Struct, frozen=True, array_like=True, tag="open", order=True):
+class OpenKey(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="open", order=True):
     """A prefill handle before it is bound: the n-th `open` of a room in this engine's life."""
 
     room: int
     open_count: int
 
 
-class HealthKey(msgspec.Struct, frozen=True, array_like=True, tag="health", order=True):
+class HealthKey(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="health", order=True):
     """The health of the group, of which each rank votes as it finds itself: Success or Failed."""
 
 
 Key = Identity | OpenKey | HealthKey
 
 
-class Vote(msgspec.Struct, frozen=True, array_like=True):
+class Vote(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What one rank knows of one request and its group has not applied yet.
 
     `candidate`: the identity whose TransferInfos are complete here (prefill, before binding); of
@@ -63,7 +63,7 @@ class Vote(msgspec.Struct, frozen=True, array_like=True):
             msgspec.structs.force_setattr(self, "cause", cause)
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class Verdict(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What every rank of the group applies."""
 
     key: Key
