@@ -5,7 +5,7 @@ over ZeroMQ and NIXL. Reported: requests a second one at a time and with a windo
 latency from `submit` to Succeeded, and CPU per request of each side.
 
 By default the loop of each process runs its node (`threaded=False`, `poll` in a loop): the way for
-endpoints alone in their processes. `--threaded` leaves it to the node's thread. `--busy` adds a
+endpoints alone in their processes; NIXL's progress thread is off then. `--threaded` leaves it to the node's thread. `--busy` adds a
 thread to both processes that computes in Python all the time; `--switch-interval` sets that of the
 interpreter, which is what the docs recommend there.
 """
@@ -42,7 +42,9 @@ class Side:
         self.aux = AuxBuffers(AUX, num_rows=NUM_ROWS)
         self.pool = KVPool(self.engine, 0, NUM_PAGES)
         transports = arguments.transports
-        settings = {"transports": transports} if transports else {}
+        settings: dict[str, object] = {"transports": transports} if transports else {}
+        if arguments.backend == "nixl" and not (arguments.threaded or arguments.progress_thread):
+            settings["progress_thread"] = False  # this loop polls all the time
         self.node = Node(
             backend=get_backend(arguments.backend)(**settings),
             control=ZmqControl("tcp://127.0.0.1:0"),
@@ -154,6 +156,9 @@ def main() -> None:
     parser.add_argument("--busy", action="store_true")
     parser.add_argument("--switch-interval", type=float, default=0)
     parser.add_argument("--backend", default="nixl")
+    parser.add_argument(
+        "--progress-thread", action="store_true", help="NIXL's own, beside a loop that polls"
+    )
     parser.add_argument("--transports", default="")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
