@@ -5,9 +5,10 @@ over ZeroMQ and NIXL. Reported: requests a second one at a time and with a windo
 latency from `submit` to Succeeded, and CPU per request of each side.
 
 By default the loop of each process runs its node (`threaded=False`, `poll` in a loop): the way for
-endpoints alone in their processes; NIXL's progress thread is off then. `--threaded` leaves it to the node's thread. `--busy` adds a
-thread to both processes that computes in Python all the time; `--switch-interval` sets that of the
-interpreter, which is what the docs recommend there.
+endpoints alone in their processes; NIXL's progress thread is off then, unless `--progress-thread`.
+`--threaded` leaves it to the node's thread. `--busy` adds a thread to both processes that computes
+in Python all the time; `--switch-interval` sets that of the interpreter, which is what the docs
+recommend there.
 """
 
 from __future__ import annotations

@@ -40,7 +40,8 @@ class Sizes:
         """rows: uint64[N, 4], as of `PreparedLists`."""
         nbytes, ends = rows[:, 1].astype(np.int64), np.cumsum(rows[:, 3].astype(np.int64))
         last = np.append(nbytes[:-1] != nbytes[1:], True)
-        self._nbytes, self._ends = nbytes[last], ends[last]
+        self._nbytes: Ints = nbytes[last]
+        self._ends: Ints = ends[last]
 
     def of(self, index: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.int64]:
         """One size for all, as an array of one, or one for each index; IndexError for what lies
@@ -49,10 +50,10 @@ class Sizes:
             return np.zeros(1, np.int64)
         ends = (int(index.min()), int(index.max()))
         first, last = self._ends.searchsorted(ends, side="right").tolist()
-        if ends[0] < 0:
-            raise IndexError(f"no descriptor {ends[0]}")
+        if ends[0] < 0 or last >= len(self._ends):
+            raise IndexError(f"descriptors {ends[0]}..{ends[1]} of {int(self._ends[-1])}")
         if first == last:
-            return self._nbytes[[first]]
+            return self._nbytes[first : first + 1]
         sizes: npt.NDArray[np.int64] = self._nbytes[self._ends.searchsorted(index, side="right")]
         return sizes
 

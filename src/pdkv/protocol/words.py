@@ -50,9 +50,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT_LENGTH)]
 PageIds = Annotated[bytes, Meta(max_length=MAX_FRAME_NBYTES)]
 
 
-class Identity(
-    msgspec.Struct, frozen=True, array_like=True, order=True, gc=False, cache_hash=True
-):
+class Identity(msgspec.Struct, frozen=True, array_like=True, order=True, gc=False, cache_hash=True):
     """Names one attempt of one request for ever: in every message, tag, vote, stamp, tombstone.
 
     `attempt` counts every submit of the decode engine's scheduler; `incarnation` is that engine's
