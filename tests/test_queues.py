@@ -127,6 +127,28 @@ def test_retracted_requests_come_back_with_the_same_tokens(
     is_idle(router)
 
 
+@pytest.mark.parametrize("policy", ["host", "recompute"])
+def test_the_only_one_that_runs_gives_way_to_an_earlier_one_that_waits_for_its_place(
+    world: World, policy: str
+) -> None:
+    """The later one is computed first and takes the one place; then it needs a page."""
+    settings = QueueSettings(retraction=policy)  # type: ignore[arg-type]
+    host_pages = 24 if policy == "host" else 0
+    router = pair(
+        world, num_pages=8, settings=settings, host_pages=host_pages, size=1, pre_alloc_size=2
+    )
+    early, late = router.send(range(23), 7), router.send(range(30, 36), 8)
+    router.run()
+    assert router.decode.events.index(("RequestReady", late)) < router.decode.events.index(
+        ("RequestReady", early)
+    )
+    assert ("RequestRetracted", late) in router.decode.events
+    for request_id in (early, late):
+        assert router.decode.ended[request_id] == ""
+        router.check_answer(request_id)
+    is_idle(router)
+
+
 @pytest.mark.parametrize("when_full", ["recompute", "abort"])
 def test_a_host_without_room_leaves_two_ways(world: World, when_full: str) -> None:
     settings = QueueSettings(when_host_full=when_full)  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Decode's last stage: the running batch, its growth, and who gives way when pages run out.
 
 Victims are taken in one total order: lowest priority first, then the latest arrival, waiting
-requests included. The first in that order is never retracted while it runs, so it always ends,
-and then the next one is the first. Layer 2.
+requests included. The first in that order is never retracted, and has or gets a place in the batch,
+so it always ends, and then the next one is the first. Layer 2.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class DecodeRunningBatch:
         assert request.holding is not None
         while not self._context.memory.grow(request.holding, request.num_tokens):
             # Pages that are on their way out are waited for before anybody else has to go.
-            victim = None if self._retracted.is_saving else self._victim(request)
+            victim = None if self._retracted.is_saving else self._victim()
             if victim is None:
                 return False
             (self._waiting if victim.stage is DecodeStage.WAITING else self).remove(victim)
@@ -94,11 +94,14 @@ class DecodeRunningBatch:
                 return False
         return True
 
-    def _victim(self, request: DecodeRequest) -> DecodeRequest | None:
-        """The last in order, `request` included, unless that is the first that runs."""
-        last = max((*self, *self._waiting), key=lambda r: r.order)
-        first = min(self, key=lambda r: r.order)
-        return None if last is first else last
+    def _victim(self) -> DecodeRequest | None:
+        """The last in order, unless there is no other.
+
+        One that runs gives way to one that waits for its place and came before it: with no page
+        for the one and no place for the other neither would move.
+        """
+        complete = (*self, *self._waiting)
+        return max(complete, key=lambda r: r.order) if len(complete) > 1 else None
 
     def _stall(self, request: DecodeRequest, now: float) -> None:
         """Nobody can give a page now, transfers and quarantine have them: wait, with a deadline."""

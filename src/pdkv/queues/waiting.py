@@ -31,7 +31,7 @@ class PrebuiltBatch(msgspec.Struct, frozen=True):
 
 
 class DecodeWaitingQueue:
-    """Complete requests. Those that ran before go first, then by priority and arrival."""
+    """Complete requests, by priority and arrival."""
 
     def __init__(self, context: DecodeContext) -> None:
         self._context = context
@@ -55,7 +55,9 @@ class DecodeWaitingQueue:
     def take_batch(self) -> PrebuiltBatch:
         """All that find a place: their slots count as running from now on."""
         joining = []
-        for request in sorted(self, key=lambda r: (not r.num_retractions, r.order)):
+        # In the order of victims, reversed: the first of all complete requests is never passed, so
+        # it gets a place as soon as there is one.
+        for request in sorted(self, key=lambda r: r.order):
             holding = request.holding
             assert holding is not None
             if not self._context.slots.promote(holding.slot):
