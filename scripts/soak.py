@@ -1,7 +1,8 @@
 """The simulator for as long as it is let: `make soak`, or `scripts/soak.py --requests 2000000`.
 
 One process per core. Prints a line a minute; a broken rule ends it with the seed, the shortest
-schedule found and a snippet that runs it. Goes on where `--from` says.
+schedule found and a snippet that runs it. Goes on where `--from` says. With `--staging` all
+ranks stage, with two regions each.
 """
 
 from __future__ import annotations
@@ -12,17 +13,19 @@ import multiprocessing
 import os
 import sys
 import time
+from functools import partial
 
-from pdkv.testing.sim import Failure, Report, Simulator
+from pdkv.testing.sim import Failure, Report, Simulator, StagingSpec
 
 BATCH = 200
 
 
-def batch(first: int) -> Report | str:
+def batch(first: int, *, is_staged: bool = False) -> Report | str:
     """Some seeds in a row, or what is to be said of one that broke a rule."""
     logging.disable(logging.CRITICAL)
     try:
-        return Simulator().run(range(first, first + BATCH))
+        staging = StagingSpec() if is_staged else None
+        return Simulator(staging=staging).run(range(first, first + BATCH))
     except Failure as failure:
         return str(failure)
 
@@ -31,13 +34,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=2_000_000)
     parser.add_argument("--from", dest="first", type=int, default=10_000_000)
+    parser.add_argument("--staging", action="store_true")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     arguments = parser.parse_args()
     # A seed has at least four requests.
     starts = range(arguments.first, arguments.first + arguments.requests // 4 + BATCH, BATCH)
+    part = partial(batch, is_staged=arguments.staging)
     total, told, started = Report(), 0.0, time.monotonic()
     with multiprocessing.get_context("spawn").Pool(arguments.processes) as pool:
-        for found in pool.imap_unordered(batch, starts):
+        for found in pool.imap_unordered(part, starts):
             if isinstance(found, str):
                 print(found)
                 return 1
@@ -48,7 +53,8 @@ def main() -> int:
                 told = seconds
                 print(
                     f"{seconds:.0f} s: {total.num_seeds} seeds, {total.num_requests} requests, "
-                    f"{total.num_deliveries} deliveries, {total.num_deliveries / seconds:.0f}/s",
+                    f"{total.num_deliveries} deliveries, {total.num_deliveries / seconds:.0f}/s, "
+                    f"{total.num_staged} staged tags",
                     flush=True,
                 )
             if is_over:

@@ -23,6 +23,7 @@ from pdkv.endpoint.links import Links
 from pdkv.endpoint.records import Graveyard
 from pdkv.endpoint.requests import Requests
 from pdkv.endpoint.rooms import Rooms
+from pdkv.endpoint.staging import Staging
 from pdkv.endpoint.writes import Writes
 from pdkv.plan import Tag
 from pdkv.protocol import Identity
@@ -32,6 +33,8 @@ from pdkv.request.events import (
     PeerFailed,
     PeerQuiet,
     PostTag,
+    ReturnGrant,
+    Scattered,
     SendToPeer,
     Tick,
     WriteEnded,
@@ -42,7 +45,7 @@ from pdkv.request.patience import Patience
 from pdkv.request.receiver import ReceiverMachine
 from pdkv.request.sender import SenderMachine
 from pdkv.request.states import KVPoll
-from pdkv.testing.sim import FAULT_KINDS, Simulator
+from pdkv.testing.sim import FAULT_KINDS, Simulator, StagingSpec
 
 DOCS = Path(__file__).parent.parent / "docs" / "simulator.md"
 TABLE = re.compile(r"(\| planted \| found by \| seeds \|\n\| --- \| --- \| --- \|\n)((?:\|.*\n)+)")
@@ -53,19 +56,22 @@ Patch = Callable[[pytest.MonkeyPatch], None]
 
 @dataclass(frozen=True)
 class Plant:
-    """A named mistake and how to make it; and the faults among which it is looked for."""
+    """A named mistake and how to make it; the faults among which it is looked for, and whether
+    ranks stage."""
 
     name: str
     patch: Patch
     kinds: tuple[str, ...] = FAULT_KINDS
+    staging: StagingSpec | None = None
 
 
 PLANTS: list[Plant] = []
 
 
-def plant(name: str, *kinds: str) -> Callable[[Patch], Patch]:
+def plant(name: str, *kinds: str, is_staged: bool = False) -> Callable[[Patch], Patch]:
     def add(patch: Patch) -> Patch:
-        PLANTS.append(Plant(name, patch, kinds or FAULT_KINDS))
+        staging = StagingSpec() if is_staged else None
+        PLANTS.append(Plant(name, patch, kinds or FAULT_KINDS, staging))
         return patch
 
     return add
@@ -606,6 +612,112 @@ def _(patch: pytest.MonkeyPatch) -> None:
     around(patch, ReceiverMachine, "handle", handle)
 
 
+# -- staging --------------------------------------------------------------------------------------
+
+
+@plant("a region goes to the next before its scatter has ended", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def arrive(original: Any, self: Arrivals, tag: Tag, *, is_staged: bool) -> Any:
+        is_news, actions = original(self, tag, is_staged=is_staged)
+        return is_news, actions + [ReturnGrant(a.grant) for a in actions if is_staged and is_news]
+
+    def scattered(original: Any, self: Arrivals, tag: Tag, *, is_in_place: bool) -> Any:
+        original(self, tag, is_in_place=is_in_place)
+        return []
+
+    around(patch, Arrivals, "arrive", arrive)
+    around(patch, Arrivals, "scattered", scattered)
+
+
+@plant("an outcome frees the regions", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def settle(original: Any, self: ReceiverMachine, now: float) -> Any:
+        actions = original(self, now)
+        if self.poll.is_terminal:
+            actions = actions + self.arrivals.take_back(self.writers)
+        return actions
+
+    around(patch, ReceiverMachine, "_settle", settle)
+
+
+@plant("a send buffer is used again when its write is posted", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def hand_over(original: Any, self: Writes, lane: Any, write: Write) -> Any:
+        is_posted = original(self, lane, write)
+        if is_posted and write.buffer is not None and self.staging is not None:
+            self.staging.return_buffer(write.buffer)
+            write.buffer = None
+        return is_posted
+
+    around(patch, Writes, "_hand_over", hand_over)
+
+
+@plant("the buffer of an unsettled write never comes back", "unsettled", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Staging, "settle", lambda self, fence: None)
+
+
+@plant("a tag that came directly keeps its region", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def arrive(original: Any, self: Arrivals, tag: Tag, *, is_staged: bool) -> Any:
+        is_news, actions = original(self, tag, is_staged=is_staged)
+        return is_news, [a for a in actions if not isinstance(a, ReturnGrant)]
+
+    around(patch, Arrivals, "arrive", arrive)
+
+
+@plant("regions that come back go to nobody", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Staging, "hand_out", lambda self, receivers: None)
+
+
+@plant("a tag waits for its region for ever", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def begin(original: Any, self: Outbox, rank_id: int, num_tokens: int, limits: Any) -> None:
+        original(self, rank_id, num_tokens, msgspec.structs.replace(limits, staging_wait_s=99.0))
+
+    around(patch, Outbox, "__init__", begin)
+
+
+@plant("a scatter counts when it has begun", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def scatter(original: Any, self: Staging, owner: Any, action: Any) -> None:
+        original(self, owner, action)
+        for begun, tag, _, _ in self._scatters:
+            self._inbox.append((begun, Scattered(tag)))
+        self._scatters.clear()
+
+    around(patch, Staging, "scatter", scatter)
+
+
+@plant("a buffer is written before its gather has ended", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def gather(original: Any, self: Writes, write: Write, grant: Any) -> Any:
+        runs = original(self, write, grant)
+        write.ready = ()
+        return runs
+
+    around(patch, Writes, "_gather", gather)
+
+
+@plant("a staged tag counts as written into its pages", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def arrive(original: Any, self: Arrivals, tag: Tag, *, is_staged: bool) -> Any:
+        return original(self, tag, is_staged=False)
+
+    around(patch, Arrivals, "arrive", arrive)
+
+
+@plant("an abandoned tag keeps its send buffer", is_staged=True)
+def _(patch: pytest.MonkeyPatch) -> None:
+    def abandon(original: Any, self: Writes, owner: Any) -> Any:
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(Writes, "_return_buffer", lambda self, write: None)
+            return original(self, owner)
+
+    around(patch, Writes, "abandon", abandon)
+
+
 # -- the table ------------------------------------------------------------------------------------
 
 
@@ -613,7 +725,7 @@ def look_for(planted: Plant, most_seeds: int = MOST_SEEDS) -> tuple[str, int] | 
     """Which checker finds it, and after how many seeds; None where none does."""
     with pytest.MonkeyPatch.context() as patch:
         planted.patch(patch)
-        simulator = Simulator(kinds=planted.kinds)
+        simulator = Simulator(kinds=planted.kinds, staging=planted.staging)
         for seed in range(most_seeds):
             violation = simulator.violation(simulator.scenario(seed))
             if violation is not None:

@@ -10,7 +10,7 @@ import pytest
 
 from pdkv.request.events import Action
 from pdkv.request.receiver import ReceiverMachine
-from pdkv.testing.sim import Failure, Simulator
+from pdkv.testing.sim import Failure, Simulator, StagingSpec
 from pdkv.testing.sim.memory import Violation
 
 
@@ -54,6 +54,29 @@ FOUND = {
 @pytest.mark.parametrize("seed", FOUND, ids=str)
 def test_seed_that_found_a_fault(simulator: Simulator, seed: int) -> None:
     simulator.run([seed])
+
+
+def test_with_two_regions_a_rank_every_request_succeeds_and_goes_through_them() -> None:
+    report = Simulator(with_faults=False, staging=StagingSpec()).run(range(8))
+    assert report.num_succeeded == report.num_requests
+    assert report.num_staged > 200
+
+
+def test_a_batch_of_seeds_that_stage_with_all_faults() -> None:
+    report = Simulator(staging=StagingSpec()).run(range(10))
+    assert report.num_seeds == 10
+    assert report.num_staged > 150
+
+
+FOUND_STAGED = {
+    1: "the send buffer of an unsettled write never came back",
+    808: "a request whose pages came after its end wanted regions for ever",
+}
+
+
+@pytest.mark.parametrize("seed", FOUND_STAGED, ids=str)
+def test_seed_that_found_a_fault_of_staging(seed: int) -> None:
+    Simulator(staging=StagingSpec()).run([seed])
 
 
 def test_a_failure_shows_the_shortest_schedule_and_how_to_run_it(

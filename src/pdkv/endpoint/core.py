@@ -189,6 +189,8 @@ class NodeCore:
 
     def _end_what_is_fenced(self) -> None:
         """Writes that ended in an error are over where the backend can prove it."""
+        if self._staging is not None:
+            self._staging.settle(self._backend.fence)
         for owner in list(self._unsettled):
             engine = owner.engine
             if not owner.machine.unsettled:

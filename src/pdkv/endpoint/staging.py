@@ -106,6 +106,7 @@ class Staging:
             num_buffers=memory.num_buffers,
         )
         self._lent: dict[int, str] = {}
+        self._unsettled: set[int] = set()
         self.pool = StagingPool(
             address=memory.regions.address,
             region_nbytes=memory.region_nbytes,
@@ -184,6 +185,20 @@ class Staging:
         del self._lent[address]
         self._buffers.give_back(address)
 
+    def keep_buffer(self, address: int) -> None:
+        """Its write ended in an error that proves nothing: the engine may still read it."""
+        self._unsettled.add(address)
+
+    def settle(self, fence: Callable[[str], bool]) -> None:
+        """Buffers of unsettled writes come back once the backend proves that all writes to that
+        peer are over."""
+        for key in {self._lent[address] for address in self._unsettled}:
+            if fence(key):
+                over = {a for a in self._unsettled if self._lent[a] == key}
+                self._unsettled -= over
+                for address in sorted(over):
+                    self.return_buffer(address)
+
     # -- what a reader does -----------------------------------------------------------------------
 
     def before(
@@ -224,6 +239,8 @@ class Staging:
         pairing, me = owner.machine.pairing, self._local.rank_id
         peer = self._links.get((owner.engine, rank_id))
         if peer is None or peer.hello is None or rank_id in owner.stages_with:
+            return False
+        if owner.machine.poll.is_terminal:  # its pages came after its end: nobody would drop it
             return False
         owner.stages_with.add(rank_id)
         if rank_id not in owner.machine.writers:

@@ -160,10 +160,11 @@ class Writes:
         return not self.staging.has_buffer(write.peer.backend_key)
 
     def _return_buffer(self, write: Write) -> None:
-        """Of an unsettled write the buffer stays out: the engine may still read it."""
-        if write.buffer is not None and write.quiet:
+        """An unsettled write keeps its buffer until a fence: the engine may still read it."""
+        if write.buffer is not None:
             assert self.staging is not None
-            self.staging.return_buffer(write.buffer)
+            give = self.staging.return_buffer if write.quiet else self.staging.keep_buffer
+            give(write.buffer)
             write.buffer = None
 
     def _post_part(self, lane: Lane, write: Write) -> bool:

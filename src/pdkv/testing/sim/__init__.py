@@ -16,6 +16,7 @@ from pdkv.testing.sim.scenario import (
     Fault,
     RequestSpec,
     Scenario,
+    StagingSpec,
 )
 from pdkv.testing.sim.schedulers import DecodeScheduler, PrefillScheduler
 from pdkv.testing.sim.world import Result, World
@@ -36,6 +37,7 @@ __all__ = [
     "SimEngine",
     "SimRank",
     "Simulator",
+    "StagingSpec",
     "Violation",
     "World",
     "draw",

@@ -218,6 +218,8 @@ def check_idle(engine: SimEngine) -> None:
             "malformed frames": core.counters["malformed"],
             "requests of peers": sum(len(p.requests - early) for p in core.links.peers),
         }
+        if rank.staging is not None:
+            left |= rank.staging.leaks(core)
         wrong = {name: count for name, count in left.items() if count}
         free = rank.scheduler.num_free()
         if wrong or free != (rank.memory.num_pages, rank.aux.num_rows):

@@ -14,17 +14,18 @@ from typing import Any
 
 from pdkv.endpoint import DecodeEndpoint, EndpointEvent, Node, PrefillEndpoint
 from pdkv.interfaces import BackendLimits
-from pdkv.layout import EngineLayout
+from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.plan import Pairing
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
-from pdkv.request import agree
+from pdkv.request import KVPoll, agree
 from pdkv.testing.sim.fabric import SimBackend
 from pdkv.testing.sim.host import Host, Input, Scheduler
 from pdkv.testing.sim.memory import RankMemory, check_hand_over
 from pdkv.testing.sim.network import SimControl
-from pdkv.testing.sim.scenario import AUX, EngineSpec
+from pdkv.testing.sim.scenario import AUX, EngineSpec, StagingSpec
+from pdkv.testing.sim.staging import SimStaging
 from pdkv.testing.sim.timeline import Timeline
 
 __all__ = ["Fired", "SimEngine", "SimRank"]
@@ -76,6 +77,7 @@ class SimRank:
         self._is_due = False
         self._num_timers = 0
         self._is_replaced = False
+        self.staging: SimStaging | None = None
         if asleep is None:
             self._start()
         else:
@@ -100,19 +102,38 @@ class SimRank:
             on_arrival=self.wake,
             limits=BackendLimits(max_runs_per_post=engine.max_runs_per_post),
         )
+        if engine.staging is not None:
+            self.staging = self.backend.staging = SimStaging(
+                engine.staging,
+                self.memory,
+                timeline=host.timeline,
+                effects=host.fabric.effects,
+                wake=self.wake,
+                seed=f"{engine.seed}/{self.key}",
+            )
         self.node = Node(
             backend=self.backend,
             control=self.control,
             layout=engine.spec.layout,
             rank_id=self.rank_id,
-            pool=self.memory.layout(self.aux),
+            pool=self._pool(),
             aux=self.aux,
             incarnation=engine.incarnation,
+            staging=None if self.staging is None else self.staging.given,
             limits=host.limits,
             threaded=False,
             clock=self.clock,
             planner=engine.planner,
         )
+        self._watch()
+
+    def _pool(self) -> PoolLayout:
+        pool = self.memory.layout(self.aux)
+        return pool if self.staging is None else self.staging.given.added_to(pool)
+
+    def _watch(self) -> None:
+        if self.staging is not None:
+            self.staging.watch(self.node.core)
 
     def _rise(self, asleep: SimRank) -> None:
         """A process that slept goes on, with other memory and under another incarnation."""
@@ -121,9 +142,11 @@ class SimRank:
         self.control, self.backend, self.node = asleep.control, asleep.backend, asleep.node
         self.control.on_arrival = self.wake
         self.backend.move(self.memory, self.aux, self.wake)
-        self.node.wake(
-            pool=self.memory.layout(self.aux), aux=self.aux, incarnation=self.engine.incarnation
-        )
+        self.staging = asleep.staging
+        if self.staging is not None:
+            self.staging.move(self.memory, self.wake)
+        self.node.wake(pool=self._pool(), aux=self.aux, incarnation=self.engine.incarnation)
+        self._watch()
 
     def clock(self) -> float:
         """This process's own idea of time."""
@@ -150,7 +173,10 @@ class SimRank:
         if self._timeline.now < self.stopped_until:
             self.wake()
             return
-        self.node.core.step(self.clock())
+        now = self.clock()
+        self.node.core.step(now)
+        if self.staging is not None:
+            self.staging.check(self.node.core, now)
         if self.node.core.requests.changes:
             self.engine.excite()
 
@@ -187,6 +213,12 @@ class SimRank:
         check_hand_over(self.aux, aux_index, identity, self.engine.host.prompt_of(identity))
 
     # -- for the world ---------------------------------------------------------------------------
+
+    def is_scattering(self, identity: Identity) -> bool:
+        """Whether what was written for a request may lie in regions, perhaps for good."""
+        owner = self.node.core.requests.receivers.get(identity)
+        is_over = owner is None or owner.machine.poll is KVPoll.Success
+        return self.staging is not None and not is_over
 
     def tick(self) -> None:
         """Let the node take a step often enough for its deadlines, for as long as it lives."""
@@ -241,9 +273,11 @@ class SimEngine:
         skews: Sequence[tuple[float, float]],
         max_runs_per_post: int,
         nap_s: float,
+        staging: StagingSpec | None = None,
         asleep: SimEngine | None = None,
     ) -> None:
         self.host = host
+        self.staging = staging
         self.index = index
         self.spec = spec
         self.life = life
@@ -354,4 +388,6 @@ class SimEngine:
         self.is_alive = self.is_admitting = False
         for rank in self.ranks:
             rank.backend.is_dead = True
+            if rank.staging is not None:
+                rank.staging.is_dead = True
             rank.control.close()

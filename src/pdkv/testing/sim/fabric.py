@@ -24,6 +24,7 @@ from pdkv.plan import Runs
 from pdkv.pool.aux import AuxBuffers
 from pdkv.protocol import Identity, decode_notifications
 from pdkv.testing.sim.memory import RankMemory, Violation
+from pdkv.testing.sim.staging import SimStaging
 from pdkv.testing.sim.timeline import Timeline
 
 __all__ = ["Delays", "SimBackend", "SimFabric"]
@@ -102,6 +103,7 @@ class SimBackend:
         self.limits = limits or BackendLimits()
         self.memory = memory
         self.aux = aux
+        self.staging: SimStaging | None = None
         self.armed: deque[str] = deque()
         self.is_dead = False
         self.num_in_flight = 0
@@ -269,6 +271,9 @@ class SimBackend:
         source, source_base, source_nbytes = mine.data, mine.base, mine.nbytes
         for src, dst, nbytes in runs:
             if dst < base or dst + nbytes > end:
+                if target.staging is not None and target.staging.holds(dst, nbytes):
+                    self._copy_staged(target.staging, identity, src, dst, nbytes)
+                    continue
                 self._copy_row(target, identity, src, dst, nbytes)
                 continue
             at = src - source_base
@@ -278,6 +283,14 @@ class SimBackend:
             if identity is None:  # a part without a notification: the bytes say whose they are
                 mark = owner[place] & 127
             memory.land(place, source[at : at + nbytes], mark)
+
+    def _copy_staged(
+        self, there: SimStaging, identity: Identity | None, src: int, dst: int, nbytes: int
+    ) -> None:
+        mine = self.staging
+        if mine is None or not mine.holds(src, nbytes):
+            raise Violation("staging", "a region is written from outside of the send buffers")
+        there.land(identity, dst, mine.read(src, nbytes))
 
     @staticmethod
     def _copy_row(

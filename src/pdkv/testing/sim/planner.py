@@ -8,13 +8,19 @@ afterwards. With `exact=True` nothing is remembered. Layer 6.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from pdkv.layout import EngineLayout, PoolLayout
-from pdkv.plan import Pairing, Route, Runs, Tag, validate
+from pdkv.plan import Estimate, Pairing, Route, Runs, Tag, validate
+from pdkv.plan.pages import PageTable
+from pdkv.plan.pieces import Group
+from pdkv.plan.tokens import Segments
 
 __all__ = ["SimPlanner"]
 
@@ -94,7 +100,8 @@ class _RememberingPairing(Pairing):
         if templates is None:
             route = super().route(src_rank_id, dst_rank_id, src_pool, dst_pool)
             templates = self._answers[key] = _Templates(route, src_pool, dst_pool)
-        return _SimRoute(templates, src_pool, dst_pool)
+        whole = partial(super().route, src_rank_id, dst_rank_id, src_pool, dst_pool)
+        return _SimRoute(templates, src_pool, dst_pool, whole)
 
 
 def _shape(pool: PoolLayout) -> tuple[Any, ...]:
@@ -121,6 +128,7 @@ class _Templates:
     """The templates of one pair of ranks, made when asked for."""
 
     def __init__(self, route: Route, src_pool: PoolLayout, dst_pool: PoolLayout) -> None:
+        self.pair = (route.src_rank_id, route.dst_rank_id)
         self._route = route
         self._pools = (src_pool, dst_pool)
         self._kept: dict[tuple[Tag, int, int], _Template] = {}
@@ -165,10 +173,18 @@ def _split(addresses: npt.NDArray[np.uint64], pool: PoolLayout) -> tuple[_Ids, A
 
 
 class _SimRoute(Route):
-    """A Route that fills templates. Only what `Writes` calls."""
+    """A Route that fills templates for what `Writes` calls, and asks the real one for staging."""
 
-    def __init__(self, templates: _Templates, src_pool: PoolLayout, dst_pool: PoolLayout) -> None:
+    def __init__(
+        self,
+        templates: _Templates,
+        src_pool: PoolLayout,
+        dst_pool: PoolLayout,
+        whole: Callable[[], Route],
+    ) -> None:
+        self.src_rank_id, self.dst_rank_id = templates.pair
         self._templates = templates
+        self._whole = functools.cache(whole)
         self._src_pool, self._dst_pool = src_pool, dst_pool
         self._src_base = np.int64(src_pool.regions[0].address)
         self._dst_base = np.int64(dst_pool.regions[0].address)
@@ -193,3 +209,23 @@ class _SimRoute(Route):
         dst += template.dst_at
         dst += self._dst_base
         return Runs(src.view(np.uint64), dst.view(np.uint64), template.nbytes)
+
+    def converts(self, component: int) -> bool:
+        return self._whole().converts(component)
+
+    def estimate(self, tag: Tag, *, decode_prefix_len: int, num_tokens: int) -> Estimate:
+        lengths = {"decode_prefix_len": decode_prefix_len, "num_tokens": num_tokens}
+        return self._whole().estimate(tag, **lengths)
+
+    def groups(self, component: int) -> tuple[tuple[Group, ...], ...]:
+        return self._whole().groups(component)
+
+    def page_tables(
+        self, c: int, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[PageTable, PageTable]:
+        return self._whole().page_tables(c, decode_prefix_len, num_tokens)
+
+    def parts(
+        self, tag: Tag, decode_prefix_len: int, num_tokens: int
+    ) -> tuple[tuple[int, Segments], ...]:
+        return self._whole().parts(tag, decode_prefix_len, num_tokens)

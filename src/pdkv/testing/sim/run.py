@@ -13,7 +13,7 @@ import msgspec
 from pdkv.testing.sim.draw import draw, layouts
 from pdkv.testing.sim.memory import Violation
 from pdkv.testing.sim.planner import SimPlanner
-from pdkv.testing.sim.scenario import FAULT_KINDS, Scenario
+from pdkv.testing.sim.scenario import FAULT_KINDS, Scenario, StagingSpec
 from pdkv.testing.sim.shrink import shrink
 from pdkv.testing.sim.world import Result, Schedulers, World
 
@@ -45,6 +45,7 @@ class Report:
     num_deliveries: int = 0
     num_requests: int = 0
     num_succeeded: int = 0
+    num_staged: int = 0
     effects: Counter[str] = field(default_factory=Counter)
 
     def add(self, result: Result) -> None:
@@ -53,6 +54,7 @@ class Report:
         self.num_deliveries += result.num_deliveries
         self.num_requests += result.num_requests
         self.num_succeeded += result.num_succeeded
+        self.num_staged += result.num_staged
         self.effects.update({kind: 1 for kind, count in result.effects.items() if count})
 
     def merge(self, other: Report) -> None:
@@ -61,6 +63,7 @@ class Report:
         self.num_deliveries += other.num_deliveries
         self.num_requests += other.num_requests
         self.num_succeeded += other.num_succeeded
+        self.num_staged += other.num_staged
         self.effects.update(other.effects)
 
     def histogram(self) -> str:
@@ -72,7 +75,7 @@ class Report:
 
 class Simulator:
     """Runs seeds. `schedulers` by role, `pairs` as `layouts()` gives them, `kinds` of faults: each
-    has a default.
+    has a default. With `staging` all ranks stage whatever fits into a region; else none does.
 
     Every 32nd seed asks the real planner for every tag; the others use plans from templates.
     """
@@ -84,7 +87,9 @@ class Simulator:
         pairs: tuple[Any, ...] | None = None,
         with_faults: bool = True,
         kinds: Collection[str] = FAULT_KINDS,
+        staging: StagingSpec | None = None,
     ) -> None:
+        self._staging = staging
         self._schedulers = schedulers
         self._pairs = pairs or layouts()
         self._with_faults = with_faults
@@ -94,7 +99,8 @@ class Simulator:
 
     def scenario(self, seed: int) -> Scenario:
         """What a seed stands for."""
-        return draw(seed, self._pairs, with_faults=self._with_faults, kinds=self._kinds)
+        drawn = draw(seed, self._pairs, with_faults=self._with_faults, kinds=self._kinds)
+        return msgspec.structs.replace(drawn, staging=self._staging)
 
     def play(self, scenario: Scenario) -> Result:
         """Run one scenario; Violation when a rule is broken."""
@@ -148,6 +154,7 @@ class Simulator:
 def _describe(violation: Violation, scenario: Scenario, full: Scenario) -> str:
     prompts = tuple(request.prompt for request in scenario.requests)
     indices = tuple(full.faults.index(fault) for fault in scenario.faults)
+    staging = f"staging={full.staging}" if full.staging else ""
     lines = [
         f"seed {full.seed} breaks a rule: {violation}",
         f"shortest schedule found ({len(scenario.requests)} of {len(full.requests)} requests, "
@@ -156,7 +163,8 @@ def _describe(violation: Violation, scenario: Scenario, full: Scenario) -> str:
         *(f"  {fault}" for fault in scenario.faults),
         "again:",
         "  from pdkv.testing.sim import Simulator",
-        f"  Simulator().replay({full.seed}, requests={prompts}, faults={indices}, "
+        *(["  from pdkv.testing.sim import StagingSpec"] if full.staging else []),
+        f"  Simulator({staging}).replay({full.seed}, requests={prompts}, faults={indices}, "
         f"has_jitter={scenario.has_jitter})",
     ]
     return "\n".join(lines)

@@ -19,6 +19,7 @@ __all__ = [
     "Fault",
     "RequestSpec",
     "Scenario",
+    "StagingSpec",
 ]
 
 AUX = (AuxField("first_token", "int64"),)
@@ -112,6 +113,16 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     fake: str = ""
 
 
+class StagingSpec(msgspec.Struct, frozen=True, kw_only=True):
+    """Staging memory of each rank. Its device takes up to `copy_s` for a copy, now and then up to
+    twenty times that."""
+
+    num_regions: int = 2
+    num_buffers: int = 2
+    region_nbytes: int = 4096
+    copy_s: float = 0.0005
+
+
 class Fault(msgspec.Struct, frozen=True, kw_only=True):
     """One injected fault. What `engine`, `rank`, `peer` and `amount` mean depends on its kind."""
 
@@ -136,3 +147,4 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     has_jitter: bool = True
     nap_s: float = 0.0
     max_runs_per_post: int = 1 << 20
+    staging: StagingSpec | None = None

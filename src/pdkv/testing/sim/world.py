@@ -44,6 +44,7 @@ class Result:
     num_deliveries: int = 0
     num_requests: int = 0
     num_succeeded: int = 0
+    num_staged: int = 0
     virtual_s: float = 0.0
     effects: Counter[str] = field(default_factory=Counter)
 
@@ -103,9 +104,7 @@ class World:
             for _ in range(spec.layout.parallel.num_ranks)
         ]
         engine = SimEngine(
-            self,
-            index,
-            spec,
+            *(self, index, spec),
             life=self._lives[index],
             seed=self.scenario.seed,
             planner=self.planner,
@@ -113,6 +112,7 @@ class World:
             skews=skews,
             max_runs_per_post=self.scenario.max_runs_per_post,
             nap_s=self.scenario.nap_s,
+            staging=self.scenario.staging,
             asleep=asleep,
         )
         if spec.role == "prefill":
@@ -177,6 +177,7 @@ class World:
                 and (isinstance(a.key, Identity) or self.specs[a.prompt].fake == "prefill")
                 for a in attempts
             ),
+            num_staged=self.fabric.effects["staged"],
             virtual_s=self.timeline.now,
             effects=self.effects + self.network.effects + self.fabric.effects,
         )
@@ -384,7 +385,7 @@ class World:
             spec = self.specs[attempt.prompt]
             for reader in attempt.engine.ranks:
                 pages = reader.memory.pages.get(key)
-                if pages is not None:
+                if pages is not None and not reader.is_scattering(key):
                     content = reader.memory.content(spec.prompt, spec.num_tokens, event.num_tokens)
                     reader.memory.check_pages(pages, content, "when prefill succeeded")
 
