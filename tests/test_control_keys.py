@@ -196,13 +196,23 @@ class TestFiles:
         with pytest.raises(ConfigError, match="32 bytes"):
             CurveSecurity(b"short", bytes(32))
 
+    def test_a_secret_among_those_who_are_trusted(self, tmp_path: Path) -> None:
+        _, secret = create_keys(tmp_path / "own", "one")
+        _, other = create_keys(tmp_path / "theirs", "two")
+        other.rename(tmp_path / "two.key")
+        with pytest.raises(ConfigError, match="holds a secret key"):
+            CurveSecurity.load(secret, tmp_path)
+
     def test_the_commands(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert cli.main(["new", str(tmp_path), "one"]) == 0
         assert cli.main(["show", str(tmp_path / "one.key")]) == 0
         key = load_public_key(tmp_path / "one.key").hex()
         assert capsys.readouterr().out.splitlines()[-1] == key
         assert cli.main(["check", str(tmp_path / "one.key_secret"), str(tmp_path)]) == 0
-        assert f"trusts  {key}" in capsys.readouterr().out
+        assert f"trusts  {key}  one.key\n" in capsys.readouterr().out
+        (tmp_path / "empty").mkdir()
+        assert cli.main(["check", str(tmp_path / "one.key_secret"), str(tmp_path / "empty")]) == 1
+        assert "lets no peer in" in capsys.readouterr().err
         assert cli.main(["new", str(tmp_path), "one"]) == 1
         assert "exists" in capsys.readouterr().err
 
@@ -259,6 +269,36 @@ class TestNodes:
         assert any(isinstance(e, Succeeded) for e in self.serve(prefill, decode, 1))
         for node in nodes:
             assert not node.core.counters["frames_forged"]
+
+    def test_who_trusts_whom_not_is_told_on_both_sides(
+        self, nodes: list[Node], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        distrusted, trusting = nodes[0], nodes[1]
+        prefill, decode = PrefillEndpoint(distrusted), DecodeEndpoint(trusting)
+        record = EngineRecord(
+            incarnation=prefill.node.incarnation,
+            layout=prefill.node.layout,
+            addresses=(prefill.node.address,),
+        )
+        trusting._control.allow([])
+        decode.submit(room=1, attempt=1, prefill=record, num_tokens=8, page_ids=[3, 4], aux_index=1)
+        for i in range(5):
+            decode.poll(1000.0 + 1.5 * i)
+        health = decode.health()
+        assert "is not on the allow-list" in health.waiting[0].reason
+        assert "is not on the allow-list" in health.peers[0].reason
+        told = [record for record in caplog.records if "allow-list" in record.getMessage()]
+        assert len(told) == 1, "once, not at every attempt"
+        assert told[0].getMessage().count("can't send to") == 1
+
+        trusting._control.allow([bytes.fromhex(distrusted.address.partition("#")[2])])
+        distrusted._control.allow([])
+        deadline = time.monotonic() + DEADLINE_S
+        while not prefill.health().counters.get("control_unauthenticated"):
+            prefill.poll(1008.0)
+            decode.poll(1008.0)
+            assert time.monotonic() < deadline
+        assert "may not have this node's key" in decode.health().waiting[0].reason
 
     def test_a_trusted_node_can_not_speak_for_another(self, nodes: list[Node]) -> None:
         prefill, decode = PrefillEndpoint(nodes[0]), DecodeEndpoint(nodes[1])

@@ -95,6 +95,7 @@ def test_the_efa_trap(
             "0.05 GB/s, 4 KiB in 9 us",
         ),
         ({"failed": "import", "text": "no NIXL"}, "fail", "no NIXL"),
+        ({"failed": "address", "text": "no way there"}, "fail", "no way there"),
     ],
 )
 def test_how_far_the_client_came_says_what_is_closed(
@@ -157,6 +158,17 @@ def test_a_side_without_nixl_says_so_in_a_line(
     assert capsys.readouterr().err.startswith("error: ")
     assert doctor.main(["--to", "tcp://127.0.0.1:9", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["failed"] == "import"
+
+
+def test_a_mistyped_address_is_no_fault_of_the_data_plane(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for arguments in (["--to", "nowhere"], ["--to", "h:0"], ["--serve", "10.0.0.1"]):
+        assert doctor.main(arguments) == 1
+        assert "is no address" in capsys.readouterr().err
+    pytest.importorskip("nixl")
+    assert doctor.main(["--to", "nowhere.invalid:7000", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"] == "address"
 
 
 def test_the_own_address_is_the_one_that_leads_there() -> None:

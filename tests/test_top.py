@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ import zmq
 
 import test_endpoint as plain
 from pdkv.cli import top
+from pdkv.cli._address import endpoint_of
 from pdkv.cli.top.figures import phase_rows, rates
 from pdkv.control.zmq_keys import CurveSecurity, create_keys
 from pdkv.control.zmq_query import QueryClient, QueryServer
@@ -158,9 +160,31 @@ def test_an_error_is_told_to_whoever_asked_and_the_server_goes_on() -> None:
 
 
 def test_a_server_that_is_not_there_is_an_error_in_time() -> None:
-    late = pytest.raises(TransferError, match=r"did not answer within 0\.05 s")
+    late = pytest.raises(TransferError, match=r"did not answer within 0\.05 s: nobody accepts")
     with QueryClient("tcp://127.0.0.1:9") as client, late:
         client.ask(b"x", timeout_s=0.05)
+
+
+def test_a_node_that_nobody_polls_is_told_from_one_that_is_not_there() -> None:
+    go_on = threading.Event()
+
+    def answer(question: bytes) -> bytes:
+        assert go_on.wait(60)
+        return b"late"
+
+    with QueryServer(answer) as server, QueryClient(server.address) as client:
+        with pytest.raises(TransferError, match="it is there, and busy"):
+            client.ask(b"x", timeout_s=1.0)
+        go_on.set()
+        assert client.ask(b"y") == b"late"
+
+
+def test_what_is_no_status_socket_is_told(tmp_path: Path) -> None:
+    _, secret = create_keys(tmp_path, "node")
+    with QueryServer(lambda _: b"yes", security=CurveSecurity.load(secret, tmp_path)) as server:
+        no_key = pytest.raises(TransferError, match="no status socket, or one with keys")
+        with QueryClient(server.address.partition("#")[0]) as client, no_key:
+            client.ask(b"?", timeout_s=0.3)
 
 
 def test_what_is_no_question_is_dropped() -> None:
@@ -194,7 +218,9 @@ def test_with_keys_only_the_allow_list_is_answered(tmp_path: Path) -> None:
     with QueryServer(lambda question: b"yes", security=node) as server:
         with QueryClient(server.address, security=keys["viewer"]) as client:
             assert client.ask(b"?") == b"yes"
-        shut_out = pytest.raises(TransferError, match="did not answer")
+        shut_out = pytest.raises(
+            TransferError, match=r"did not answer.*lets this key in no further"
+        )
         with QueryClient(server.address, security=keys["stranger"]) as client, shut_out:
             client.ask(b"?", timeout_s=0.3)
         bare = server.address.partition("#")[0]
@@ -232,6 +258,24 @@ def test_json_is_the_status(served: str, capsys: pytest.CaptureFixture[str]) -> 
 def test_a_node_that_does_not_answer_is_an_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert top.main(["127.0.0.1:9", "--once", "--timeout", "0.05"]) == 1
     assert "did not answer" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "typed", ["", "node", "host:", ":7070", "a b:1", "host:x", "h:0", "h:65536"]
+)
+def test_an_address_that_is_none_is_told_at_once(
+    typed: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert top.main([typed, "--once"]) == 1
+    assert "is no address" in capsys.readouterr().err
+
+
+def test_an_address_is_taken_as_people_type_it() -> None:
+    for typed in ("10.0.0.1:80", "tcp://10.0.0.1:80"):
+        assert endpoint_of(typed) == "tcp://10.0.0.1:80"
+    assert endpoint_of("[::1]:80#ab") == "tcp://[::1]:80#ab"
+    assert endpoint_of("ipc:///run/node") == "ipc:///run/node"
+    assert endpoint_of("host-1.lan:0", any_port=True) == "tcp://host-1.lan:0"
 
 
 @pytest.mark.slow

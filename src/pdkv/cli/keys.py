@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from pdkv.control.zmq_keys import CurveSecurity, create_keys, load_public_key
 from pdkv.errors import ConfigError
@@ -41,7 +43,7 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-def _lines(options: argparse.Namespace) -> list[str]:
+def _lines(options: argparse.Namespace) -> Iterable[str]:
     if options.command == "new":
         public, secret = create_keys(options.folder, options.name)
         return [
@@ -50,9 +52,17 @@ def _lines(options: argparse.Namespace) -> list[str]:
         ]
     if options.command == "show":
         return [load_public_key(options.file).hex()]
-    security = CurveSecurity.load(options.secret, options.folder)
+    return _checked(options.secret, options.folder)
+
+
+def _checked(secret: str, folder: str) -> Iterator[str]:
+    security = CurveSecurity.load(secret, folder)
     own = "is" if security.public_key in security.allowed else "is not"
-    return [
-        f"own key {security.public_key.hex()} ({own} on the list: needed to speak to itself only)",
-        *(f"trusts  {key.hex()}" for key in sorted(security.allowed)),
-    ]
+    note = f"({own} on the list: needed by processes that share it)"
+    yield f"own key {security.public_key.hex()} {note}"
+    for path in sorted(Path(folder).glob("*.key")):
+        yield f"trusts  {load_public_key(path).hex()}  {path.name}"
+    if not security.allowed:
+        raise ConfigError(
+            f"{folder} lets no peer in: copy the NAME.key of each into it (not NAME.key_secret)"
+        )

@@ -53,7 +53,8 @@ class CurveSecurity:
     def load(cls, secret_file: str | Path, allow_dir: str | Path) -> Self:
         """The pair of NAME.key_secret, and the public keys of all *.key files in a folder.
 
-        Raises ConfigError for a file that is missing, malformed, or readable by others.
+        Raises ConfigError for a file that is missing, malformed, or readable by others, and for a
+        secret key in the folder of those who are trusted.
         """
         path = Path(secret_file)
         public, secret = _load(path)
@@ -65,7 +66,7 @@ class CurveSecurity:
         folder = Path(allow_dir)
         if not folder.is_dir():
             raise ConfigError(f"{folder} is no folder of public keys")
-        return cls(public, secret, frozenset(map(load_public_key, sorted(folder.glob("*.key")))))
+        return cls(public, secret, frozenset(map(_load_public, sorted(folder.glob("*.key")))))
 
     def allowing(self, public_keys: Iterable[bytes]) -> CurveSecurity:
         """The same pair with another allow-list."""
@@ -129,6 +130,13 @@ def stays_here(endpoint: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _load_public(path: Path) -> bytes:
+    public, secret = _load(path)
+    if secret is not None:
+        raise ConfigError(f"{path} holds a secret key, which is for its owner alone: copy NAME.key")
+    return public
 
 
 def _load(path: Path) -> tuple[bytes, bytes | None]:

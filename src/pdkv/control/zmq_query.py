@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Self
 
 import zmq
+from zmq.utils.monitor import recv_monitor_message
 
 from pdkv.control.zmq_guard import Guard, introduce
 from pdkv.control.zmq_keys import CurveSecurity, join_address, split_address, stays_here
@@ -26,6 +27,7 @@ _MAX_QUESTION_NBYTES = 4096
 _MAX_WAITING = 64  # questions and answers that wait, per connection
 _WAIT_MS = 100
 _OK, _ERROR = b"ok", b"error"
+_WATCHED = zmq.EVENT_CONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
 
 
 class QueryServer:
@@ -127,6 +129,9 @@ class QueryClient:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.LINGER, 0)
+        self._monitor = self._socket.get_monitor_socket(_WATCHED)
+        self._has_keys = security is not None
+        self._met = 0  # of the events above, those that were seen
         self._number = 0
         try:
             if security is not None:
@@ -155,9 +160,33 @@ class QueryClient:
             if frames[1] == _OK:
                 return frames[2]
             raise TransferError(f"{self._endpoint}: {frames[2].decode(errors='replace')}")
-        raise TransferError(f"{self._endpoint} did not answer within {timeout_s:g} s")
+        late = f"{self._endpoint} did not answer within {timeout_s:g} s"
+        raise TransferError(f"{late}: {self._guess()}")
+
+    def _guess(self) -> str:
+        """Why no answer came, from how far the connection got."""
+        while self._monitor.poll(0):
+            self._met |= recv_monitor_message(self._monitor)["event"]
+        if not self._met & zmq.EVENT_CONNECTED:
+            return (
+                "nobody accepts connections there; is the node up, does its QueryServer listen at "
+                "this port, and does a firewall let it through?"
+            )
+        if self._met & zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            return "it is there, and busy; does the thread that runs the node still poll it?"
+        if self._has_keys:
+            return (
+                "it lets this key in no further; is its public half in the node's folder of "
+                "allowed keys, and the key behind # that of the node?"
+            )
+        return (
+            "what listens there is no status socket, or one with keys, which wants its own behind "
+            "the address (#KEY) and those of who asks"
+        )
 
     def close(self) -> None:
         """Give the socket back."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
         self._socket.close(0)
         self._context.term()

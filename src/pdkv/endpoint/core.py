@@ -245,14 +245,17 @@ class NodeCore:
 
     def set_gauges(self, registry: Registry) -> None:
         """Let a registry show how things are now."""
-        counted = isinstance(self._control, CountedControl)
         set_gauges(
             registry,
             requests=self.requests,
             links=self.links,
             counters=self.counters,
-            refused=self._control.refused() if counted else {},  # type: ignore[attr-defined]
+            refused=self._kept_out(),
         )
+
+    def _kept_out(self) -> dict[str, int]:
+        control = self._control
+        return control.refused() if isinstance(control, CountedControl) else {}
 
     def timelines(self) -> list[RequestTimeline]:
         """Of what is live, where somebody watches."""
@@ -263,5 +266,6 @@ class NodeCore:
 
     def health(self, now: float, max_waiting: int | None = None) -> Health:
         """A snapshot for an operator."""
-        parts = (self.requests, self.links, self.writes, self.counters)
+        kept_out = {f"control_{reason}": num for reason, num in self._kept_out().items() if num}
+        parts = (self.requests, self.links, self.writes, {**self.counters, **kept_out})
         return health_of(*parts, now, max_waiting)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections import Counter
+from collections.abc import Mapping
 
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer
@@ -25,7 +25,7 @@ def health_of(
     requests: Requests,
     links: Links,
     writes: Writes,
-    counters: Counter[str],
+    counters: Mapping[str, int],
     now: float,
     max_waiting: int | None = None,
 ) -> Health:
@@ -125,7 +125,7 @@ def _peer(peer: Peer, now: float) -> PeerHealth:
         engine=peer.key[0].hex(),
         rank_id=peer.rank_id,
         state=peer.state.value,
-        reason=peer.reason,
+        reason=peer.reason or peer.obstacle,
         heard_s=now - peer.heard_at if peer.heard_at else math.inf,
         num_requests=len(peer.requests),
     )

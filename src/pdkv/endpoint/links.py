@@ -97,7 +97,11 @@ class Links:
 
     def send(self, peer: Peer, message: Message, now: float) -> None:
         """One frame. A full way drops it: every message is asked for or sent again."""
-        self._send_to(peer.address, peer.key[0], peer.epoch, peer.next_sequence(), message)
+        to = (peer.address, peer.key[0], peer.epoch, peer.next_sequence())
+        obstacle = self._send_to(*to, message)
+        if obstacle and obstacle != peer.obstacle:
+            _log.warning("%s", obstacle)  # once, however often it is tried again
+        peer.obstacle = obstacle
         peer.said_at = now
 
     def _send_to(
@@ -108,7 +112,8 @@ class Links:
         sequence: int,
         message: Message,
         life: bytes = b"",
-    ) -> None:
+    ) -> str:
+        """What forbids it to send there at all, if anything does."""
         data = encode_frame(
             message,
             from_incarnation=life or self._local.incarnation,
@@ -117,13 +122,14 @@ class Links:
             epoch=epoch,
             sequence=sequence,
         )
+        sent, obstacle = False, ""
         try:
             sent = self._control.send(address, data)
         except PdkvError as error:
-            _log.warning("can't send to %s: %s", address, error)
-            sent = False
+            obstacle = str(error)
         if not sent:
             self._counters["frames_not_sent"] += 1
+        return obstacle
 
     # -- the reader's half of a handshake -------------------------------------------------------
 

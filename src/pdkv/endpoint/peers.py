@@ -38,6 +38,7 @@ class Peer:
     address: str
     state: PeerState = PeerState.CONNECTING
     reason: str = ""
+    obstacle: str = ""  # why nothing can be sent to it, where that is known
     hello: Hello | None = None
     version: int = 0  # the protocol version that both speak
     pairing: Pairing | None = None

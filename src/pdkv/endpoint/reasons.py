@@ -148,10 +148,15 @@ class Reasons:
         if peer is None:
             notes.append("unknown")
         elif peer.state is PeerState.CONNECTING:
-            notes.append(f"no answer from {peer.address}")
+            notes.append(peer.obstacle or _unanswered(peer.address))
         elif peer.state is not PeerState.READY:
             silent = f", silent for {self._now - peer.heard_at:.1f} s" if peer.heard_at else ""
             notes.append(f"{peer.state.value}{silent}{': ' if peer.reason else ''}{peer.reason}")
         if said is not None and said in _WORDS:
             notes.append(f"it waits {_WORDS[Wait(said)]}")
         return f"{rank_id} ({'; '.join(notes)})" if notes else str(rank_id)
+
+
+def _unanswered(address: str) -> str:
+    keys = ", which may not have this node's key on its allow-list" if "#" in address else ""
+    return f"no answer from {address}{keys}"

@@ -1,8 +1,8 @@
 """`python -m pdkv doctor`: can this machine do what pdkv needs, and what to do where it can't.
 
     doctor                          look at this machine, with transfers between two processes
-    doctor --serve tcp://HOST:PORT  lend memory to another machine's doctor
-    doctor --to tcp://HOST:PORT     write into it: the control plane, the data plane, the speed
+    doctor --serve HOST:PORT        lend memory to another machine's doctor
+    doctor --to HOST:PORT           write into it: the control plane, the data plane, the speed
 
 Exit status 1 when something fails. Layer 6.
 """
@@ -16,19 +16,30 @@ import sys
 import textwrap
 from collections.abc import Iterable
 
+from pdkv.cli._address import endpoint_of
 from pdkv.cli._progress import Progress
 from pdkv.cli.doctor import checks
 from pdkv.cli.doctor.checks import Finding
-from pdkv.errors import PdkvError
+from pdkv.errors import ConfigError, PdkvError
 
 __all__ = ["main", "table"]
 
+_LEND_S, _STEP_S = 300.0, 10.0
 _SIGNS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
 
 
 def main(arguments: list[str]) -> int:
     """Look at this machine, or be one side of a transfer between two; 1 when something fails."""
     options = _parser().parse_args(arguments)
+    try:
+        options.serve = options.serve and endpoint_of(options.serve, any_port=True)
+        options.to = options.to and endpoint_of(options.to)
+        options.bind = options.bind and endpoint_of(options.bind, any_port=True)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if options.seconds is None:
+        options.seconds = _LEND_S if options.serve else _STEP_S
     if options.serve or (options.to and options.json):
         return _probe(options)
     with Progress() as progress:
@@ -63,7 +74,8 @@ def _probe(options: argparse.Namespace) -> int:
         return probe.write(options.to, bind, options.transports, options.seconds, say)
     except (ImportError, PdkvError) as error:
         if options.json:
-            print(json.dumps({"failed": "import", "text": str(error)}))
+            failed = "import" if isinstance(error, ImportError) else "address"
+            print(json.dumps({"failed": failed, "text": str(error)}))
         else:
             print(f"error: {error}", file=sys.stderr)
         return 1
@@ -72,11 +84,16 @@ def _probe(options: argparse.Namespace) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdkv doctor", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("--serve", metavar="ADDRESS", help="lend memory, for --seconds")
-    parser.add_argument("--to", metavar="ADDRESS", help="write to a doctor that serves")
-    parser.add_argument("--bind", help="with --to: own address (default: the one that leads there)")
+    parser.add_argument("--serve", metavar="HOST:PORT", help="lend memory, for --seconds")
+    parser.add_argument("--to", metavar="HOST:PORT", help="write to a doctor that serves")
+    parser.add_argument(
+        "--bind",
+        metavar="HOST:PORT",
+        help="with --to: own address (default: the one that leads there)",
+    )
     parser.add_argument("--transports", help="UCX_TLS of the transfer, e.g. tcp")
-    parser.add_argument("--seconds", type=float, default=10.0, help="how long to wait for a step")
+    seconds = "how long to lend memory (300), or to wait for a step (10)"
+    parser.add_argument("--seconds", type=float, help=seconds)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 

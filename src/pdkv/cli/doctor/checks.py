@@ -222,6 +222,9 @@ def judge(name: str, said: list[dict[str, Any]], client: subprocess.Popen[str]) 
             return [Finding(subject, "ok", ", ".join(filter(None, figures)))]
         if words.get("failed") == "import":
             return [Finding(subject, "fail", words["text"], "pip install nixl")]
+        if words.get("failed") == "address":
+            advice = "give HOST:PORT as the other machine's `doctor --serve` printed it"
+            return [Finding(subject, "fail", words["text"], advice)]
         if words.get("failed") == "control":
             advice = (
                 "is a doctor serving there (--serve)? let TCP through to the port of that address, "

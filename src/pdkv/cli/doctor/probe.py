@@ -6,6 +6,7 @@ Each prints one JSON object a line, so that a parent may read it. Layer 6.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -97,23 +98,27 @@ def write(to: str, bind: str, transports: str | None, seconds: float, say: Say) 
     control = ZmqControl(bind, trust_network=True)
     memory = np.full(_NBYTES, _CANARY, np.uint8)
     backend = NixlBackend(transports=transports)
+    plane = "data"
     try:
         backend.register([MemoryRegion(memory.ctypes.data, _NBYTES)])
+        plane = "address"
         say(step="control", address=control.address)
         answer = _ask(control, to, ["hello", control.address], seconds)
         if answer is None:
             say(failed="control", text=f"{to} did not answer within {seconds:g} s")
             return 1
         _, there, nbytes, metadata = answer
-        say(step="data")
+        plane = "data"
+        say(step=plane)
         key = backend.connect(metadata)
         return _measure(backend, control, key, memory, (there, nbytes), seconds, say)
     except PdkvError as error:
-        say(failed="data", text=str(error))
+        say(failed=plane, text=str(error))
         return 1
     finally:
-        control.send(to, msgspec.msgpack.encode(["bye", ""]))
-        control.wait(0.05)
+        with contextlib.suppress(PdkvError):
+            control.send(to, msgspec.msgpack.encode(["bye", ""]))
+            control.wait(0.05)
         control.close()
         backend.close()
         say(done=True)

@@ -17,6 +17,7 @@ import time
 
 import msgspec
 
+from pdkv.cli._address import endpoint_of
 from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.control.zmq_query import QueryClient
 from pdkv.errors import PdkvError
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
     """Show one node; 1 where it does not answer."""
     options = _parser().parse_args(arguments)
     try:
-        with QueryClient(_address(options.address), security=_security(options)) as client:
+        with QueryClient(endpoint_of(options.address), security=_security(options)) as client:
             return _show(client, options)
     except PdkvError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -59,10 +60,6 @@ def _show(client: QueryClient, options: argparse.Namespace) -> int:
 
 def _ask(client: QueryClient, options: argparse.Namespace) -> Status:
     return decode_status(client.ask(b"status", options.timeout))
-
-
-def _address(text: str) -> str:
-    return text if "://" in text else f"tcp://{text}"
 
 
 def _security(options: argparse.Namespace) -> CurveSecurity | None:
