@@ -303,14 +303,8 @@ class Links:
 
     def _say_goodbye_again(self, frame: Frame, hello: Hello, cause: str) -> None:
         """What may be in quarantine there ends with it: no other word would do."""
-        self._send_to(
-            hello.address,
-            frame.from_incarnation,
-            _LAST_EPOCH,
-            frame.sequence,
-            Goodbye(cause),
-            life=frame.to_incarnation,
-        )
+        to = (hello.address, frame.from_incarnation, _LAST_EPOCH, frame.sequence)
+        self._send_to(*to, Goodbye(cause), life=frame.to_incarnation)
 
     def _refuse(self, address: str, frame: Frame, field: str, text: str) -> None:
         self._note_refusal(address, field, text)
