@@ -17,12 +17,58 @@ from pdkv.backends.loopback import LoopbackBackend
 from pdkv.backends.loopback_shared import SharedLoopbackBackend
 from pdkv.backends.regions import RegionTable
 from pdkv.errors import TransferError
-from pdkv.interfaces import Completion
+from pdkv.interfaces import Capabilities, Completion
 from pdkv.plan import Runs
 
 
 class Honest(LoopbackBackend):
     """Nothing wrong with it."""
+
+
+class Nameless(LoopbackBackend):
+    """Has no name."""
+
+    name = None
+
+
+class ClaimsReads:
+    """Claims reads, and has no `read`."""
+
+    def __init__(self, **settings):
+        self._honest = LoopbackBackend(**settings)
+        self._honest.capabilities = Capabilities(host_memory=True, reads=True)
+
+    def __getattr__(self, name):
+        if name in ("read", "prepare", "post_prepared", "release"):
+            raise AttributeError(name)
+        return getattr(self._honest, name)
+
+
+class PollsNothing(LoopbackBackend):
+    """Returns None where it has nothing to tell."""
+
+    def poll(self, now):
+        return super().poll(now) or None
+
+
+class MetadataIsText(LoopbackBackend):
+    """Gives its metadata as text."""
+
+    def metadata(self):
+        return super().metadata().hex()
+
+    def connect(self, metadata):
+        return super().connect(bytes.fromhex(metadata))
+
+
+class RaisesWhatItLikes(LoopbackBackend):
+    """Raises other errors than TransferError."""
+
+    def connect(self, metadata):
+        try:
+            return super().connect(metadata)
+        except TransferError:
+            raise KeyError("what is this?") from None
 
 
 class EarlyNotification(LoopbackBackend):

@@ -20,6 +20,12 @@ DOCS = Path(__file__).parent.parent / "docs" / "write-a-backend.md"
 BEGIN, END = "<!-- planted faults -->\n", "<!-- end of planted faults -->\n"
 
 FAULTS: dict[str, list[type]] = {
+    "test_calls_return_what_the_interface_says": [
+        faulty.Nameless,
+        faulty.ClaimsReads,
+        faulty.PollsNothing,
+        faulty.MetadataIsText,
+    ],
     "test_random_runs_land_where_they_should_and_nowhere_else": [
         faulty.WrongLength,
         faulty.RoundedLength,
@@ -128,6 +134,45 @@ def test_planted_fault_between_processes_fails_its_check(check: str, fault: type
 
 def test_every_check_has_a_planted_fault() -> None:
     assert sorted(FAULTS) == list(checks())
+
+
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        (faulty.Nameless, "Nameless.name must be a str, is None"),
+        (faulty.ClaimsReads, "ClaimsReads claims reads and is no ReadTransfers"),
+        (faulty.PollsNothing, "PollsNothing.poll() must return a sequence of Completion"),
+        (faulty.MetadataIsText, "MetadataIsText.metadata() must return bytes"),
+    ],
+    ids=name_of,
+)
+def test_a_backend_of_the_wrong_shape_is_told_in_a_sentence(backend: type, words: str) -> None:
+    check = "test_calls_return_what_the_interface_says"
+    assert words in failures(suite_for(backend, 0.05), [check])[check]
+
+
+def test_a_failure_without_words_shows_its_line() -> None:
+    check = "test_connecting_again_changes_nothing"
+    why = failures(suite_for(faulty.NewPeerEachTime, 0.05), [check])[check]
+    assert "assert" in why or "connect" in why
+    assert why != "AssertionError: "
+
+
+def test_another_error_than_transfer_error_is_named() -> None:
+    check = "test_foreign_metadata_is_refused"
+    why = failures(suite_for(faulty.RaisesWhatItLikes, 0.05), [check])[check]
+    assert why == "AssertionError: TransferError expected, KeyError('what is this?') was raised"
+
+
+def test_settings_of_the_suite_that_can_not_be_right_are_told() -> None:
+    suite = suite_for(faulty.Honest, 0.05)
+    suite.remote = "/path/to/file.py:MyBackend"  # type: ignore[assignment]
+    check = "test_a_stopped_peer_holds_up_no_call"
+    assert "`remote` is a pair" in failures(suite, [check])[check]
+    one = suite.make_backend(limits=BackendLimits())
+    suite.make_backend = lambda *, limits: one  # type: ignore[method-assign]
+    check = "test_memory_is_registered_once"
+    assert "a new backend at each call" in failures(suite, [check])[check]
 
 
 def test_honest_backend_fails_none() -> None:

@@ -115,7 +115,7 @@ class TransferBackend(Protocol):
         """Take memory back. This is no fence: a peer's write in flight may still land."""
 
     def metadata(self) -> bytes:
-        """What a peer needs for `connect`; opaque, at most some tens of kB."""
+        """What a peer needs for `connect`; opaque, at most 1 MiB."""
 
     def connect(self, metadata: bytes) -> str:
         """Get ready to write to a peer; returns the peer's key. Idempotent for equal metadata.
@@ -130,7 +130,8 @@ class TransferBackend(Protocol):
         """
 
     def post(self, peer: str, runs: Runs, notification: bytes) -> int | None:
-        """Write each run, then deliver `notification` (empty: none). Returns a transfer id.
+        """Write each run, then deliver `notification` (empty: none; at most 4,096 bytes). Returns a
+        transfer id.
 
         Every run must lie in memory that is registered on its side: TransferError otherwise, and
         then nothing was moved. An error that leaves the transfer unsettled comes out of `poll`.

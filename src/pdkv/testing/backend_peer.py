@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from pdkv.backends import get_backend
+from pdkv.errors import ConfigError
 from pdkv.interfaces import TransferBackend
 from pdkv.layout import MemoryRegion
 from pdkv.testing.backend_pair import runs_of
@@ -41,6 +42,8 @@ def load_backend(spec: str) -> type:
     path, _, attribute = spec.rpartition(":")
     if not path:
         return get_backend(spec)
+    if not Path(path).is_file():
+        raise ConfigError(f"{spec!r}: there is no file {path}")
     name = Path(path).stem
     module_spec = importlib.util.spec_from_file_location(name, path)
     assert module_spec is not None
@@ -48,6 +51,8 @@ def load_backend(spec: str) -> type:
     module = importlib.util.module_from_spec(module_spec)
     sys.modules.setdefault(name, module)
     module_spec.loader.exec_module(module)
+    if not hasattr(module, attribute):
+        raise ConfigError(f"{spec!r}: {path} has no {attribute}")
     found: type = getattr(module, attribute)
     return found
 
@@ -57,6 +62,7 @@ class PeerProcess:
 
     def __init__(self, spec: str, settings: Mapping[str, Any], nbytes: int) -> None:
         self.nbytes = nbytes
+        self._spec = spec
         source = str(Path(__file__).parents[2])
         path = os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])])
         command = [sys.executable, "-m", __name__, spec, json.dumps(dict(settings)), str(nbytes)]
@@ -80,7 +86,10 @@ class PeerProcess:
         """The next answer; AssertionError when the process is gone."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"the other process ended with {self.process.wait(_ANSWER_S)}"
+        assert line, (
+            f"the other process ({self._spec}) ended with {self.process.wait(_ANSWER_S)}; it says "
+            "why on stderr"
+        )
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -14,8 +14,10 @@ know any backend. Layer 6.
 
 from __future__ import annotations
 
+import traceback
 import unittest
 from collections.abc import Iterable
+from pathlib import Path
 
 from pdkv.testing.conformance_load import LoadChecks
 
@@ -43,5 +45,11 @@ def failures(suite: BackendConformance, names: Iterable[str] | None = None) -> d
         except unittest.SkipTest:
             continue
         except Exception as e:
-            failed[name] = f"{type(e).__name__}: {e}"
+            failed[name] = f"{type(e).__name__}: {str(e) or _line_of(e)}"
     return failed
+
+
+def _line_of(error: Exception) -> str:
+    """The code that raised, where the error says nothing itself."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{frame.line} ({Path(frame.filename).name}:{frame.lineno})"

@@ -17,6 +17,7 @@ from pdkv.interfaces import BackendLimits, TransferBackend
 from pdkv.plan import Runs
 from pdkv.testing.backend_pair import Buffer, Pair
 from pdkv.testing.backend_peer import PeerProcess
+from pdkv.testing.backend_shape import faults_of_shape
 
 __all__ = [
     "POOL_NBYTES",
@@ -50,7 +51,7 @@ class Suite:
 
     def make_backend(self, *, limits: BackendLimits) -> TransferBackend:
         """A new backend. All of one test object must be able to reach each other."""
-        raise NotImplementedError
+        raise NotImplementedError("implement make_backend: it returns a new backend at each call")
 
     def make_buffer(self, content: _Bytes) -> Buffer:
         """Memory that `make_backend`'s backends can register, holding `content`."""
@@ -74,6 +75,7 @@ class Suite:
             reader = self.backend(stack, limits)
             src = self.make_buffer(noise(nbytes, seed=1))
             dst = self.make_buffer(np.full(nbytes, 0xAA, np.uint8))
+            assert writer is not reader, "make_backend must return a new backend at each call"
             yield Pair(writer, reader, src, dst, src_parts=src_parts, deadline_s=self.deadline_s)
 
     def backend(
@@ -81,6 +83,8 @@ class Suite:
     ) -> TransferBackend:
         """A backend that is closed with `stack`."""
         backend = self.make_backend(limits=limits or BackendLimits())
+        faults = faults_of_shape(backend)
+        assert not faults, "; ".join(faults)
         stack.callback(backend.close)
         return backend
 
@@ -88,6 +92,11 @@ class Suite:
         """Another process with `nbytes` of zeros; killed with `stack`. Skips without `remote`."""
         if self.remote is None:
             raise unittest.SkipTest("`remote` does not say how another process makes this backend")
+        if not isinstance(self.remote, tuple) or len(self.remote) != 2:
+            raise ValueError(
+                "`remote` is a pair, such as ('/path/to/file.py:MyBackend', {}): "
+                f"{self.remote!r} is none"
+            )
         spec, settings = self.remote
         process = PeerProcess(spec, settings, nbytes)
         stack.callback(process.close)
@@ -134,6 +143,8 @@ def raises_transfer_error() -> Iterator[None]:
         yield
     except TransferError:
         return
+    except Exception as error:
+        raise AssertionError(f"TransferError expected, {error!r} was raised") from error
     raise AssertionError("TransferError expected, nothing was raised")
 
 

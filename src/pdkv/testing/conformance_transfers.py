@@ -14,6 +14,7 @@ from pdkv.interfaces import BackendLimits
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs, validate
 from pdkv.testing.backend_pair import Pair, runs_of
+from pdkv.testing.backend_shape import faults_of_answers
 from pdkv.testing.cases import random_case
 from pdkv.testing.conformance_suite import (
     POOL_NBYTES,
@@ -30,6 +31,22 @@ _PLAN_NBYTES = 1 << 20
 
 class TransferChecks(Suite):
     """What arrives, in which order, and what is refused."""
+
+    # Shape
+
+    def test_calls_return_what_the_interface_says(self) -> None:
+        with self.pair() as pair:
+            pair.writer.post(pair.peer, pair.rows((0, 0, 64)), b"shape")
+            polled: list[object] = []
+            arrived: list[object] = [] if pair.writer.capabilities.notifications else [(b"none",)]
+            end = time.monotonic() + min(1.0, self.deadline_s)
+            while time.monotonic() < end and not (any(polled) and any(arrived)):
+                polled.append(pair.writer.poll(time.monotonic()))
+                arrived.append(pair.reader.notifications())
+            polled += [pair.writer.poll(time.monotonic()), pair.reader.poll(time.monotonic())]
+            arrived += [pair.reader.notifications(), pair.writer.notifications()]
+            faults = faults_of_answers(pair.writer, pair.peer, polled, arrived)
+            assert not faults, "; ".join(faults)
 
     # Data
 
@@ -117,7 +134,7 @@ class TransferChecks(Suite):
     def test_notifications_are_bytes_of_any_value(self) -> None:
         with self.pair() as pair:
             self.need_notifications(pair)
-            tags = [bytes(range(256)), b"\x00", b"\xff" * 3000, b"\x00tail"]
+            tags = [bytes(range(256)), b"\x00", b"\xff" * 4096, b"\x00tail"]
             for tag in tags:
                 pair.succeed(pair.rows((0, 0, 64)), tag)
             pair.writer.notify(pair.peer, b"\x00alone\xff")
