@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -19,15 +20,41 @@ from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
 from pdkv.request.states import Allocation
 
-__all__ = ["Endpoint", "as_int"]
+__all__ = ["Endpoint", "as_ids", "as_int", "as_num_tokens"]
+
+_MAX_TOKENS = 1 << 48  # what a message can say
 
 
 def as_int(name: str, value: int) -> int:
     """A whole number of any integer type, numpy's included; ConfigError for anything else."""
     try:
-        return operator.index(value)
+        if not isinstance(value, bool):
+            return operator.index(value)
     except TypeError:
-        raise ConfigError(f"{name} must be an integer, got {value!r}") from None
+        pass
+    raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+
+def as_num_tokens(value: int) -> int:
+    """The length of a prompt; ConfigError for what can be none."""
+    num_tokens = as_int("num_tokens", value)
+    if num_tokens < 1:
+        raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
+    if num_tokens > _MAX_TOKENS:
+        raise ConfigError(f"a prompt has at most {_MAX_TOKENS} tokens, got {num_tokens}")
+    return num_tokens
+
+
+def as_ids(ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
+    """A copy of page ids as one row of int32. ConfigError for anything but whole numbers of that
+    size: what is cut off would name other pages."""
+    given = np.asarray(ids)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ConfigError(f"page ids must be one row of integers, got {given.dtype} {given.shape}")
+    row = given.astype(np.int32)
+    if given.dtype != np.int32 and not np.array_equal(row, given):
+        raise ConfigError("page ids must be int32")
+    return row
 
 
 class Endpoint:

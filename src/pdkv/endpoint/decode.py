@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_int
+from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
@@ -167,11 +167,9 @@ class DecodeEndpoint(Endpoint):
         """The identity of a new request; nothing is changed yet."""
         self._admit()
         room, attempt = as_int("room", room), as_int("attempt", attempt)
-        num_tokens = as_int("num_tokens", num_tokens)
+        num_tokens = as_num_tokens(num_tokens)
         if not -(1 << 63) <= room < 1 << 63 or not 0 <= attempt < 1 << 64:
             raise ConfigError(f"room {room} is an int64, attempt {attempt} an uint64")
-        if num_tokens < 1:
-            raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
         if attempt <= self._last_attempt:
             raise ConfigError(f"attempt {attempt} was used: the last one is {self._last_attempt}")
         return Identity(room, attempt, self.node.incarnation), num_tokens
@@ -212,7 +210,7 @@ class DecodeEndpoint(Endpoint):
         decode_prefix_len = as_int("decode_prefix_len", decode_prefix_len)
         aux_index = as_int("aux_index", aux_index)
         self._check_aux(aux_index)
-        pages = np.asarray(page_ids, dtype=np.int64)
+        pages = as_ids(page_ids).astype(np.int64)
         if pairing is not None:
             self._check(pairing, num_tokens, decode_prefix_len, pages, state_ids)
         request = ReceiverRequest(

@@ -9,6 +9,8 @@ the right way for an engine whose own thread computes in Python all the time. La
 from __future__ import annotations
 
 import logging
+import math
+import os
 import threading
 import time
 import zlib
@@ -36,6 +38,7 @@ from pdkv.request.replay import dump
 __all__ = ["Node"]
 
 _log = logging.getLogger("pdkv")
+_INCARNATION_NBYTES = 16
 _NAP_S = 50e-6
 _MAX_NAP_S = 1e-3
 _IDLE_WAIT_S = 0.1  # while nothing is live, frames and commands end the wait; bytes can't come
@@ -88,6 +91,7 @@ class Node:
         self._control = control
         self._clock = clock
         self._lives: set[bytes] = set()
+        self._pid = os.getpid()  # a child has neither this node's thread nor its connections
         self._stepper = threading.get_ident()  # whose thread makes progress, without an own one
         self._staging = staging
         self.recorder = recorder
@@ -130,6 +134,8 @@ class Node:
         """Make progress from the engine's thread. With a thread of its own, nothing to do."""
         if self._thread is not None:
             return False
+        if now is not None and not math.isfinite(now):
+            raise ConfigError(f"poll takes the time of the node's clock, got {now}")
         self._stepper = threading.get_ident()
         return self.core.step(self._clock() if now is None else now)
 
@@ -164,6 +170,8 @@ class Node:
         """Hand a command to whoever runs the core."""
         if self.is_closed:
             raise ConfigError("the node is closed")
+        if os.getpid() != self._pid:
+            raise ConfigError(f"this node runs in process {self._pid}: make one after a fork")
         self.core.call(command)
 
     def ask(self, question: Callable[[], object], timeout_s: float = 5.0) -> object:
@@ -252,7 +260,14 @@ class Node:
         return recorder.registry.snapshot()
 
     def declare_gone(self, incarnation: bytes) -> None:
-        """Operator's proof that a life of an engine can't write any more: its quarantine ends."""
+        """Operator's proof that a life of an engine can't write any more: its quarantine ends.
+
+        ConfigError for what is no incarnation (16 bytes), and for this node's own.
+        """
+        if not isinstance(incarnation, bytes) or len(incarnation) != _INCARNATION_NBYTES:
+            raise ConfigError(f"an incarnation is 16 bytes, got {incarnation!r}")
+        if incarnation == self.incarnation:
+            raise ConfigError("this is the life of this very node: close it")
         self.call(lambda now: self.core.requests.declare_gone(incarnation, now))
 
     def sleep(self) -> None:
@@ -349,7 +364,7 @@ class Node:
 
 
 def _check_memory(pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
-    if len(incarnation) != 16:
+    if len(incarnation) != _INCARNATION_NBYTES:
         raise ConfigError(f"an incarnation is 16 bytes, got {len(incarnation)}")
     if pool.aux_base != aux.base or pool.aux_row_nbytes != aux.row_nbytes:
         raise ConfigError("pool names other aux rows than `aux`: use KVPool.layout(aux)")

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_int
+from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
@@ -66,9 +66,7 @@ class PrefillEndpoint(Endpoint):
         ConfigError while an earlier handle of this room has no outcome yet.
         """
         self._admit()
-        room, num_tokens = as_int("room", room), as_int("num_tokens", num_tokens)
-        if num_tokens < 1:
-            raise ConfigError(f"a prompt has at least one token, got {num_tokens}")
+        room, num_tokens = as_int("room", room), as_num_tokens(num_tokens)
         earlier = self._rooms.get(room)
         if earlier is not None and self._gate.is_live(earlier.id):
             raise ConfigError(f"room {room} is live")
@@ -125,6 +123,8 @@ class PrefillEndpoint(Endpoint):
         last one ended. After an outcome that this engine has not seen yet it is a no-op.
         """
         self._check_open(handle)
+        if not isinstance(tokens, range):
+            raise ConfigError(f"tokens must be a range of positions, got {tokens!r}")
         start, stop = tokens.start, tokens.stop
         if tokens.step != 1 or not 0 <= start < stop <= handle.num_tokens:
             raise ConfigError(f"tokens {tokens} are not a part of range(0, {handle.num_tokens})")
@@ -168,7 +168,7 @@ class PrefillEndpoint(Endpoint):
                 raise ConfigError(f"aux_index {aux_index} is no row of the aux buffers")
         rows = []
         for component, ids in zip(self._own[: len(state_ids)], state_ids, strict=True):
-            array = np.asarray(ids, dtype=np.int32)
+            array = as_ids(ids)
             rows.append(PageIds(component, 0, array))
         handle.is_finished = True
         if handle.is_fake:
@@ -267,7 +267,7 @@ class PrefillEndpoint(Endpoint):
         self, handle: PrefillHandle, component: int, tokens: range, page_ids: _Ids
     ) -> PageIds:
         node = self.node
-        ids = np.array(page_ids, dtype=np.int32)
+        ids = as_ids(page_ids)
         where = node.own_pairing.src_page_range(
             node.rank_id, tokens, handle.num_tokens, component=component
         )
@@ -280,6 +280,8 @@ class PrefillEndpoint(Endpoint):
         return PageIds(component, where.start, ids)
 
     def _check_open(self, handle: PrefillHandle) -> None:
+        if not isinstance(handle, PrefillHandle):
+            raise ConfigError(f"{handle!r} is no handle: `open` returns one")
         if handle.is_finished:
             raise ConfigError(f"the handle of room {handle.room} is finished or aborted")
 

@@ -1,0 +1,141 @@
+"""What an engine's author may do by mistake: it is told at once, and the next request succeeds."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+import test_endpoint as plain
+from pdkv.endpoint import Succeeded
+from pdkv.errors import ConfigError
+from pdkv.limits import Limits
+from support import Engine, World, small_layout
+
+NUM_TOKENS = 19
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def engines(world: World) -> tuple[Engine, Engine]:
+    return world.engine("p", small_layout()), world.engine("d", small_layout())
+
+
+def serve(world: World, prefill: Engine, decode: Engine, room: int) -> None:
+    plain.ask(decode, prefill, room, room, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
+    plain.serve(prefill, room, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 1))
+    world.run()
+    assert len(decode.events(Succeeded)) == 1
+
+
+BAD_IDS: list[Any] = [
+    [5.5, 6.5, 7.5, 8.5, 9.5],
+    np.array([5, 6, 7, 8, 1 << 32], np.int64),
+    [5, 6, 7, 8, 1 << 40],
+    [[5], [6], [7], [8], [9]],
+    "56789",
+]
+
+
+@pytest.mark.parametrize("ids", BAD_IDS, ids=str)
+def test_page_ids_that_would_name_other_pages_are_refused(
+    world: World, engines: tuple[Engine, Engine], ids: Any
+) -> None:
+    prefill, decode = engines
+    with pytest.raises(ConfigError, match="page ids must"):
+        plain.ask(decode, prefill, 1, 1, NUM_TOKENS, ids)
+    handle = prefill.prefill[0].open(7, NUM_TOKENS)
+    with pytest.raises(ConfigError, match="page ids must"):
+        prefill.prefill[0].send(handle, tokens=range(NUM_TOKENS), page_ids=ids)
+    serve(world, prefill, decode, 2)
+
+
+@pytest.mark.parametrize("num_tokens", [0, -1, 1 << 70, 2.0, math.nan, True, "3", None])
+def test_lengths_that_are_none_are_refused(
+    world: World, engines: tuple[Engine, Engine], num_tokens: Any
+) -> None:
+    prefill, decode = engines
+    words = "num_tokens must be an integer|a prompt has at"
+    with pytest.raises(ConfigError, match=words):
+        plain.ask(decode, prefill, 1, 1, num_tokens, [5])
+    with pytest.raises(ConfigError, match=words):
+        prefill.prefill[0].open(7, num_tokens)
+    serve(world, prefill, decode, 2)
+
+
+def test_what_is_no_range_and_no_handle_is_refused(
+    world: World, engines: tuple[Engine, Engine]
+) -> None:
+    prefill, decode = engines
+    endpoint = prefill.prefill[0]
+    handle: Any = endpoint.open(7, NUM_TOKENS)
+    positions: Any = [0, 1, 2]
+    with pytest.raises(ConfigError, match="must be a range"):
+        endpoint.send(handle, tokens=positions, page_ids=[1])
+    for wrong in (handle.id, "handle", None):
+        with pytest.raises(ConfigError, match="is no handle"):
+            endpoint.send(wrong, tokens=range(NUM_TOKENS), page_ids=[1])
+        with pytest.raises(ConfigError, match="is no handle"):
+            endpoint.finish(wrong, aux_index=0)
+    serve(world, prefill, decode, 2)
+
+
+@pytest.mark.parametrize("now", [math.nan, math.inf, -math.inf])
+def test_a_poll_at_no_time_ends_no_deadline(
+    world: World, engines: tuple[Engine, Engine], now: float
+) -> None:
+    prefill, decode = engines
+    plain.ask(decode, prefill, 1, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
+    for endpoint in (decode.decode[0], prefill.prefill[0]):
+        with pytest.raises(ConfigError, match="node's clock"):
+            endpoint.poll(now)
+    plain.serve(prefill, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 1))
+    world.run()
+    assert len(decode.events(Succeeded)) == 1
+
+
+def test_gone_are_other_lives_only(world: World, engines: tuple[Engine, Engine]) -> None:
+    prefill, decode = engines
+    own = decode.nodes[0].incarnation
+    wrong: Any
+    for wrong in (own.hex(), b"short", b"", None):
+        with pytest.raises(ConfigError, match="16 bytes"):
+            decode.decode[0].declare_gone(wrong)
+    with pytest.raises(ConfigError, match="this very node"):
+        decode.decode[0].declare_gone(own)
+    serve(world, prefill, decode, 2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0, "1", None, True])
+def test_limits_of_time_are_numbers_with_an_end(value: Any) -> None:
+    with pytest.raises(ConfigError, match="limit resend_s must be"):
+        Limits(resend_s=value)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -1, 0, 2.5, "1", None, True])
+def test_limits_of_number_are_whole(value: Any) -> None:
+    with pytest.raises(ConfigError, match="limit max_peers must be"):
+        Limits(max_peers=value)
+
+
+def test_a_node_says_so_where_it_is_used_after_a_fork(
+    world: World, engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = engines
+    with monkeypatch.context() as child:
+        child.setattr(os, "getpid", lambda: -1)
+        with pytest.raises(ConfigError, match="after a fork"):
+            plain.ask(decode, prefill, 1, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
+        with pytest.raises(ConfigError, match="after a fork"):
+            prefill.prefill[0].open(7, NUM_TOKENS)
+    serve(world, prefill, decode, 2)
