@@ -152,7 +152,12 @@ class QueryClient:
         """The answer. TransferError when none comes in time, or the server could not answer."""
         self._number += 1
         number = b"%d" % self._number
-        self._socket.send_multipart([number, question])
+        # Who was refused for its keys has nobody left to send to, and would wait for ever.
+        self._socket.setsockopt(zmq.SNDTIMEO, int(timeout_s * 1000))
+        try:
+            self._socket.send_multipart([number, question])
+        except zmq.Again:
+            raise self._late(timeout_s) from None
         while self._socket.poll(int(timeout_s * 1000)):
             frames = self._socket.recv_multipart()
             if len(frames) != 3 or frames[0] != number:
@@ -160,8 +165,11 @@ class QueryClient:
             if frames[1] == _OK:
                 return frames[2]
             raise TransferError(f"{self._endpoint}: {frames[2].decode(errors='replace')}")
+        raise self._late(timeout_s)
+
+    def _late(self, timeout_s: float) -> TransferError:
         late = f"{self._endpoint} did not answer within {timeout_s:g} s"
-        raise TransferError(f"{late}: {self._guess()}")
+        return TransferError(f"{late}: {self._guess()}")
 
     def _guess(self) -> str:
         """Why no answer came, from how far the connection got."""
