@@ -372,9 +372,9 @@ class Links:
 
     def reap(self) -> None:
         """Peers that are no more, and that no request needs: sockets and names go back."""
-        dead = (PeerState.LOST, PeerState.GONE, PeerState.REFUSED)
+        alive = (PeerState.READY, PeerState.CONNECTING)
         for peer in self.peers:
-            if peer.state not in dead or peer.requests:
+            if peer.state in alive or peer.requests:
                 continue
             if not self._disconnect(peer):
                 continue

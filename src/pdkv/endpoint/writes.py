@@ -109,8 +109,6 @@ class Writes:
 
     def post(self) -> bool:
         """Hand over what can go, one part of each lane in turn. A full queue is no failure."""
-        if not self._lanes:
-            return False
         progressed = False
         until = self._clock() + _STEP_S
         turn = deque(self._lanes.items())
@@ -337,7 +335,12 @@ class Writes:
 
     # -- completions ------------------------------------------------------------------------------
 
-    def poll(self, now: float) -> list[tuple[Sending, WriteEnded]]:
+    @property
+    def has_any(self) -> bool:
+        """Whether any peer is owed a write: without, there is nothing to post."""
+        return bool(self._lanes)
+
+    def poll(self, now: float) -> Sequence[tuple[Sending, WriteEnded]]:
         """What ended since the last call."""
         for completion in self._backend.poll(now):
             write = self._in_flight.pop(completion.transfer_id, None)
@@ -352,6 +355,8 @@ class Writes:
                     lane.pending.remove(write)
                 write.fail(completion.error, quiet=completion.quiet)
             self._end_if_over(write)
+        if not self._ended:
+            return ()
         ended, self._ended = self._ended, []
         return ended
 
