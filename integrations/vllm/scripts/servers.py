@@ -1,8 +1,7 @@
 """vLLM servers and routers as processes of a script or test, on this machine's CPU.
 
-Each server gets one core per rank, and the small model that `export_model.py` writes. float32,
-since CPUs without bfloat16 units are ten times slower with it. Everything is stopped by its own
-pid.
+Each rank computes with one thread, on the small model that `export_model.py` writes. float32, since
+CPUs without bfloat16 units are ten times slower with it. Everything is stopped by its own pid.
 """
 
 from __future__ import annotations
@@ -101,7 +100,11 @@ class Server(Process):
         arguments: Sequence[str] = (),
         space_gib: int = 1,
     ) -> Server:
-        """`cores`: one per rank, as vLLM wants them ("0", or "0|1|0"). `config` None: undivided."""
+        """`cores`: as vLLM wants them, "0", or "nobind". `config` None: undivided.
+
+        Several ranks must not be bound: workers that wait spin in sched_yield, and a core with two
+        of them may run nothing else for half a minute (seen on Linux 6.18), pdkv's node included.
+        """
         command = [VLLM, "serve", str(model), "--served-model-name", "m", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--dtype", "float32", "--enforce-eager"]
         command += ["--block-size", "32", "--max-model-len", "4096"]
@@ -113,6 +116,7 @@ class Server(Process):
             "VLLM_NO_USAGE_STATS": "1",
             "VLLM_CPU_KVCACHE_SPACE": str(space_gib),
             "VLLM_CPU_OMP_THREADS_BIND": cores,
+            "OMP_NUM_THREADS": "1",
             "UCX_MODULES": "^efa",
             "UCX_NET_DEVICES": "lo",
             "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",

@@ -41,7 +41,7 @@ def deploy(
     servers = [
         Server.make(
             port=port,
-            cores="|".join(str((start + i) % 2) for i in range(tp_size)),
+            cores=str(start) if tp_size == 1 else "nobind",
             model=model,
             folder=folder,
             config=pdkv_config(name, resolve_s=3.0, limits=limits),

@@ -10,7 +10,7 @@ from servers import completion, tokens_of
 from conftest import Deployment
 
 MODEL, TP_SIZES = "random6", (2, 3)
-# Five workers that spin share two cores: a node that makes its first connection may be silent long.
+# Five workers that spin share two cores: a node may not run for half a minute, and then be silent.
 LIMITS = {"bootstrap_s": 200.0, "peer_lost_s": 100.0, "handshake_s": 100.0}
 
 
