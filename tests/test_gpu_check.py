@@ -25,6 +25,12 @@ def script() -> ModuleType:
     return module
 
 
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script says how Triton runs in its process; in this one that is taken back."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+
+
 class Parts(SimpleNamespace):
     """A check of which each part does what the test says."""
 
