@@ -352,3 +352,19 @@ def demands(pool: StagingPool) -> list[Any]:
         for d in (*place.running.values(), *place.ahead.values())
     ]
     return [demand for demand in found if demand.tags]
+
+
+def test_a_buffer_comes_back_with_the_fence_though_its_request_is_settled(world: World) -> None:
+    prefill, decode = pair(world, 1, 1)
+    send(prefill, decode)
+    world.run(60)
+    node = prefill.nodes[0]
+    staging, peer = node.core.requests.staging, next(iter(node.core.links.peers))
+    assert staging is not None
+    address = staging._buffers.take(8)
+    assert address is not None
+    staging._lent[address] = peer.backend_key
+    staging.keep_buffer(address)  # of a request that the operator has ended since
+    assert not is_whole(prefill)
+    world.run(60)
+    assert is_whole(prefill)

@@ -16,12 +16,12 @@ from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits
 from pdkv.layout import MemoryRegion
 from pdkv.plan import Runs
+from pdkv.plan.runs import FEW
 
 __all__ = ["RegionTable", "Registrations", "check_runs"]
 
 
 _UINT64 = np.dtype(np.uint64)
-_FEW = 16  # up to so many runs numbers in a list are cheaper than a reduction
 
 
 class RegionTable:
@@ -67,7 +67,7 @@ class RegionTable:
         number = self._starts.searchsorted(addresses, side="right")
         end = self._ends[number]
         inside = (addresses <= end) & (nbytes <= end - addresses)
-        if not all(inside.tolist() if len(inside) <= _FEW else (inside.all(),)):
+        if not all(inside.tolist() if len(inside) <= FEW else (inside.all(),)):
             i = int(np.argmin(inside))
             raise TransferError(
                 f"{side}: run {i} (address {int(addresses[i]):#x}, {int(nbytes[i])} bytes) "
@@ -152,6 +152,6 @@ def check_runs(runs: Runs, limits: BackendLimits) -> None:
         raise TransferError(f"{runs.num_runs} runs in a post, at most {limits.max_runs_per_post}")
     # As floats: a sum of absurd uint64 sizes wraps to a harmless one. 2**-53 of slack is no matter.
     nbytes = runs.nbytes
-    total = sum(nbytes.tolist()) if len(nbytes) <= _FEW else np.add.reduce(nbytes, dtype=np.float64)
+    total = sum(nbytes.tolist()) if len(nbytes) <= FEW else np.add.reduce(nbytes, dtype=np.float64)
     if float(total) > limits.max_nbytes_per_post:
         raise TransferError(f"a post may move at most {limits.max_nbytes_per_post} bytes")

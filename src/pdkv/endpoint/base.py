@@ -20,7 +20,7 @@ from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
 from pdkv.request.states import Allocation
 
-__all__ = ["Endpoint", "as_ids", "as_int", "as_num_tokens"]
+__all__ = ["Endpoint", "as_ids", "as_int", "as_num_tokens", "check_in_pool"]
 
 _MAX_TOKENS = 1 << 48  # what a message can say
 
@@ -55,6 +55,13 @@ def as_ids(ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if given.dtype != np.int32 and not np.array_equal(row, given):
         raise ConfigError("page ids must be int32")
     return row
+
+
+def check_in_pool(ids: npt.NDArray[np.signedinteger[Any]], num_pages: int) -> None:
+    """ConfigError for an id outside [0, num_pages)."""
+    # Seen as unsigned, a negative id is larger than any other.
+    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) >= num_pages:
+        raise ConfigError(f"page ids must lie in [0, {num_pages})")
 
 
 class Endpoint:

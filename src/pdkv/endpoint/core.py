@@ -149,15 +149,14 @@ class NodeCore:
             self._tick(now)
         if self.requests.inbox:
             self.requests.run(now)
-        return (self.writes.has_any and self.writes.post()) or busy
+        return self.writes.post() or busy
 
     def obey(self, now: float) -> None:
         """Carry out what was commanded since the last step, and nothing else."""
         if self._commands:
             self._run_commands(now)
             self.requests.run(now)
-            if self.writes.has_any:
-                self.writes.post()
+            self.writes.post()
 
     def _run_commands(self, now: float) -> None:
         for _ in range(len(self._commands)):
@@ -205,8 +204,7 @@ class NodeCore:
     def _tick(self, now: float) -> None:
         self._ticked_at = now
         self.requests.run(now)
-        if self._unsettled:
-            self._end_what_is_fenced()
+        self._end_what_is_fenced()
         for peer in self.links.lost(now):
             self.incoming.lose(peer, f"silent for {now - peer.heard_at:.1f} s")
         self.links.greet_again(now)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens
+from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens, check_in_pool
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
@@ -260,10 +260,8 @@ class DecodeEndpoint(Endpoint):
             raise ConfigError(f"{len(page_ids)} page ids for a prompt that needs {expected}")
         if len(page_ids) > node.limits.max_pages_per_request:
             raise ConfigError(f"{len(page_ids)} pages exceed limits.max_pages_per_request")
-        if self._pool is not None and len(page_ids):
-            # Seen as unsigned, a negative id is larger than any other.
-            if int(page_ids.view(np.uint64).max()) >= self._pool.num_pages:
-                raise ConfigError(f"page ids must lie in [0, {self._pool.num_pages})")
+        if self._pool is not None:
+            check_in_pool(page_ids, self._pool.num_pages)
             if not are_distinct(page_ids):
                 raise ConfigError("a page id appears twice")
         if len(state_ids) != len(self._own):

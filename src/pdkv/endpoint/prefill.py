@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import msgspec
-import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens
+from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens, check_in_pool
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
@@ -274,9 +273,8 @@ class PrefillEndpoint(Endpoint):
         if len(ids) != len(where):
             raise ConfigError(f"{len(ids)} page ids where {tokens} needs {len(where)}")
         pool = node.pool.component(node.layout.kv.components[component].name)
-        # Seen as unsigned, a negative id is larger than any other.
-        if pool is not None and ids.size and int(ids.view(np.uint32).max()) >= pool.num_pages:
-            raise ConfigError(f"page ids must lie in [0, {pool.num_pages})")
+        if pool is not None:
+            check_in_pool(ids, pool.num_pages)
         return PageIds(component, where.start, ids)
 
     def _check_open(self, handle: PrefillHandle) -> None:

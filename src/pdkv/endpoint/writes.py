@@ -109,6 +109,8 @@ class Writes:
 
     def post(self) -> bool:
         """Hand over what can go, one part of each lane in turn. A full queue is no failure."""
+        if not self._lanes:
+            return False
         progressed = False
         until = self._clock() + _STEP_S
         turn = deque(self._lanes.items())
@@ -334,11 +336,6 @@ class Writes:
         return TagPages(info.decode_prefix_len, info.num_tokens, source, ids)
 
     # -- completions ------------------------------------------------------------------------------
-
-    @property
-    def has_any(self) -> bool:
-        """Whether any peer is owed a write: without, there is nothing to post."""
-        return bool(self._lanes)
 
     def poll(self, now: float) -> Sequence[tuple[Sending, WriteEnded]]:
         """What ended since the last call."""
