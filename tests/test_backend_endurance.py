@@ -116,5 +116,5 @@ def test_a_hundred_thousand_transfers_leave_nothing_behind(
 @pytest.mark.parametrize("suite", [Nixl, Mooncake], ids=lambda suite: suite.__name__.lower())
 def test_backend_is_near_its_engine(suite: type[BackendConformance]) -> None:
     checks = suite()
-    checks.min_raw_share = 0.6  # others may use the machine; benchmarks/bench_backend.py measures
+    checks.min_raw_share = 0.25  # finds a copy too many; benchmarks/bench_backend.py measures
     checks.test_throughput_is_near_that_of_the_bare_engine()

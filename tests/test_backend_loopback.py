@@ -45,7 +45,7 @@ def pair() -> Pair:
     dst = Buffer(np.full(200, 255, np.uint8))
     writer = LoopbackBackend(fabric=fabric, name="writer")
     reader = LoopbackBackend(fabric=fabric, name="reader")
-    return Pair(writer, reader, src, dst, src_parts=1, deadline_s=1)
+    return Pair(writer, reader, src, dst, src_parts=1, deadline_s=60)
 
 
 def test_held_writes_land_one_by_one_when_told(pair: Pair) -> None:
@@ -150,7 +150,7 @@ def test_full_queue_returns_none_until_a_completion_was_polled() -> None:
     writer = LoopbackBackend(fabric=fabric, limits=BackendLimits(max_in_flight=2))
     reader = LoopbackBackend(fabric=fabric)
     src, dst = Buffer(np.zeros(8, np.uint8)), Buffer(np.zeros(8, np.uint8))
-    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=1)
+    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=60)
     runs = pair.rows((0, 0, 8))
     assert [writer.post(pair.peer, runs, b"") for _ in range(3)] == [1, 2, None]
     assert len(writer.poll(0.0)) == 2

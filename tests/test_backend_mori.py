@@ -42,7 +42,7 @@ def double() -> MoriDouble:
 def pair(double: MoriDouble) -> Iterator[Pair]:
     writer, reader = MoriBackend(module=double), MoriBackend(module=double)
     src = Buffer(np.arange(1 << 16, dtype=np.uint64).view(np.uint8))
-    yield Pair(writer, reader, src, Buffer(np.zeros(1 << 16, np.uint8)), src_parts=2, deadline_s=5)
+    yield Pair(writer, reader, src, Buffer(np.zeros(1 << 16, np.uint8)), src_parts=2, deadline_s=60)
     double.holds = False
     writer.close()
     reader.close()
@@ -105,7 +105,7 @@ def test_no_more_runs_than_the_send_queue_holds_are_in_flight(double: MoriDouble
     settings = {"module": double, "limits": limits, "max_runs_in_flight": 100}
     writer, reader = MoriBackend(**settings), MoriBackend(**settings)
     src, dst = Buffer(np.ones(1 << 16, np.uint8)), Buffer(np.zeros(1 << 16, np.uint8))
-    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=5)
+    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=60)
     for i in range(10):
         pair.post(pair.rows(*((j * 64, i * 6000 + j * 60, 60) for j in range(70))))
     pair.until(lambda: len(pair.completions) == 10, "ends")

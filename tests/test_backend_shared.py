@@ -107,7 +107,7 @@ def make_pair(link: LinkModel) -> Pair:
     writer = LoopbackBackend(fabric=fabric, link=link)
     src = Buffer(np.arange(1 << 14, dtype=np.uint8))
     dst = Buffer(np.zeros(1 << 14, np.uint8))
-    return Pair(writer, LoopbackBackend(fabric=fabric), src, dst, src_parts=1, deadline_s=5)
+    return Pair(writer, LoopbackBackend(fabric=fabric), src, dst, src_parts=1, deadline_s=60)
 
 
 def test_bandwidth_and_latency_say_when_a_write_lands() -> None:
@@ -164,7 +164,7 @@ def test_writer_that_lies_about_addresses_is_cut_off(tmp_path: Path) -> None:
     writer = SharedLoopbackBackend(folder=str(tmp_path))
     reader = SharedLoopbackBackend(folder=str(tmp_path))
     src, dst = Buffer(np.ones(64, np.uint8)), Buffer(np.zeros(64, np.uint8))
-    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=5)
+    pair = Pair(writer, reader, src, dst, src_parts=1, deadline_s=60)
     reader.deregister([dst.region])
     pair.writer.post(pair.peer, pair.rows((0, 0, 64)), b"tag")
     until = time.monotonic() + 0.05

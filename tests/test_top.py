@@ -174,7 +174,7 @@ def test_a_node_that_nobody_polls_is_told_from_one_that_is_not_there() -> None:
 
     with QueryServer(answer) as server, QueryClient(server.address) as client:
         with pytest.raises(TransferError, match="it is there, and busy"):
-            client.ask(b"x", timeout_s=1.0)
+            client.ask(b"x", timeout_s=3.0)
         go_on.set()
         assert client.ask(b"y") == b"late"
 
@@ -184,7 +184,7 @@ def test_what_is_no_status_socket_is_told(tmp_path: Path) -> None:
     with QueryServer(lambda _: b"yes", security=CurveSecurity.load(secret, tmp_path)) as server:
         no_key = pytest.raises(TransferError, match="no status socket, or one with keys")
         with QueryClient(server.address.partition("#")[0]) as client, no_key:
-            client.ask(b"?", timeout_s=0.3)
+            client.ask(b"?", timeout_s=1.5)
 
 
 def test_what_is_no_question_is_dropped() -> None:
@@ -222,7 +222,7 @@ def test_with_keys_only_the_allow_list_is_answered(tmp_path: Path) -> None:
         with QueryClient(server.address, security=keys["stranger"]) as client:
             for _ in range(2):  # before it is refused, and after, when nobody is there to send to
                 with pytest.raises(TransferError, match=words):
-                    client.ask(b"?", timeout_s=0.3)
+                    client.ask(b"?", timeout_s=1.5)
         bare = server.address.partition("#")[0]
         with pytest.raises(ConfigError, match="belong together"):
             QueryClient(bare, security=keys["viewer"])

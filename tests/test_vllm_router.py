@@ -138,7 +138,7 @@ def test_a_client_that_goes_away_ends_both_legs() -> None:
         prefill,
         decode,
         is_concurrent=True,
-        patience_s=0.3,
+        patience_s=1.0,
         until=lambda: (prefill.num_left, decode.num_left) == (1, 1),
     )
     assert found == (0, {})
