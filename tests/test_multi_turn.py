@@ -46,7 +46,8 @@ def _paths(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_the_prefix_saves_what_the_link_takes_and_nothing_else(
     tmp_path: Path, nbytes_per_s: float
 ) -> None:
-    from bench_multi_turn import compare, converse
+    from bench_multi_turn import converse
+    from multi_turn_bars import bounds, compare
 
     folder = tiny_model(tmp_path)
     token_nbytes = 2 * 2 * 3 * 8 * 4  # layers, K and V, heads, head_dim, float32
@@ -69,6 +70,9 @@ def test_the_prefix_saves_what_the_link_takes_and_nothing_else(
         assert fast.nbytes == (fast.num_tokens - fast.held_by_decode) * token_nbytes
         for made in (slow, fast):
             assert made.first_token_s == pytest.approx(made.model_s, rel=0.1)
+    for slow, fast in zip(without[1:], reused[1:], strict=True):
+        alone, busy, gains = bounds(slow, fast, token_nbytes)
+        assert nbytes_per_s < min(alone, gains) < busy
     found = [
         compare(slow, fast, nbytes_per_s, token_nbytes)
         for slow, fast in zip(without[1:], reused[1:], strict=True)
@@ -76,12 +80,33 @@ def test_the_prefix_saves_what_the_link_takes_and_nothing_else(
     assert not [bar for number, one in enumerate(found, 2) for bar in one.misses(number)]
     for one in found:
         if nbytes_per_s:
-            assert one.link >= 0.6, "the link binds"
+            assert one.is_bound
             assert one.gain >= 0.5
             assert one._replace(gain=0.4).misses(2)
             assert one._replace(off=0.2).misses(1)
         else:
+            assert not one.is_bound
             assert abs(one.gain) < 0.05, "where the link does not bind there is nothing to gain"
+
+
+def test_a_link_that_is_busy_while_prefill_computes_leaves_nothing_to_gain() -> None:
+    """1,000 tokens of 1 kB, of which 100 are new and take 1 s: who moves the rest meanwhile?"""
+    from multi_turn_bars import Round, bounds, compare
+
+    slow = Round(1000, 900, 0, 2.5, 1.0, 2.5, 1_000_000, ())
+    fast = Round(1000, 900, 900, 1.25, 1.0, 1.25, 100_000, ())
+    assert bounds(slow, fast, 1000) == pytest.approx((4e5, 9.4e5 / 0.6, 4e5))
+    at_the_bound = compare(slow, fast, 4e5, 1000)
+    assert at_the_bound == pytest.approx((1.0, 0.6, 0.5, 0.0))
+    assert not at_the_bound.misses(2)
+    beyond = compare(
+        slow._replace(first_token_s=1.25, model_s=1.25),
+        fast._replace(first_token_s=1.125, model_s=1.125),
+        8e5,
+        1000,
+    )
+    assert beyond == pytest.approx((1.0, 0.2, 0.1, 0.0))
+    assert not beyond.misses(2), "all the time busy, and yet it is computing that is waited for"
 
 
 @pytest.mark.check
