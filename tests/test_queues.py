@@ -122,6 +122,7 @@ def test_retracted_requests_come_back_with_the_same_tokens(
     seen = {name for name, _ in router.decode.events}
     assert "RequestRetracted" in seen
     assert ("RequestResumed" in seen) == (policy == "host")
+    assert all(ranks[0].num_retractions <= 1 for ranks in router.decode.requests), "there and back"
     for request_id in ids:
         router.check_answer(request_id)
     is_idle(router)
@@ -224,7 +225,7 @@ def test_state_and_windows_travel_with_a_request_through_all_stages(
     router = Router(world, PrefillSide(prefill, with_prefix=False), side)
     ids = [router.send(range(n, n + 9), 13) for n in (0, 20, 40, 60)]
     router.run()
-    assert ("RequestRetracted", ids[2]) in router.decode.events
+    assert "RequestRetracted" in {name for name, _ in router.decode.events}
     for request_id in ids:
         router.check_answer(request_id)
     is_idle(router)
@@ -350,6 +351,23 @@ def test_priority_goes_first_and_the_least_of_it_gives_way(world: World) -> None
     assert ("RequestRetracted", high) not in router.decode.events
     for request_id in (low, high):
         router.check_answer(request_id)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"retraction": "hosts"}, "host"),
+        ({"allocation": "Early"}, "early"),
+        ({"when_host_full": None}, "abort"),
+        ({"max_bypassed": -1}, "at least 0"),
+        ({"max_blocked": 0}, "at least 1"),
+        ({"return_tokens": 0.5}, "an integer"),
+        ({"stall_s": float("nan")}, "finite"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(wrong: dict, word: str) -> None:
+    with pytest.raises(ConfigError, match=word):
+        QueueSettings(**wrong)
 
 
 def test_misuse_raises(world: World) -> None:

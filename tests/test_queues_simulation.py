@@ -7,6 +7,7 @@ after it, and the ranks of a group with each other. A failure is a seed.
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -17,7 +18,7 @@ from pdkv.queues import DecodeRequest, DecodeStage, QueueSettings
 from queue_world import DecodeSide, PrefillSide, Router, World, small_layout
 from test_queues import is_idle
 
-MAX_BYPASSED = 4
+MAX_BYPASSED, MAX_NEW_TOKENS = 4, 9
 
 
 class BypassCounter:
@@ -44,7 +45,13 @@ def drawn(rng: random.Random) -> QueueSettings:
         max_bypassed=MAX_BYPASSED,
         retraction=rng.choice(["host", "recompute"]),
         when_host_full=rng.choice(["recompute", "abort"]),
+        return_tokens=rng.choice([1, 4, 128]),
     )
+
+
+def max_retractions(settings: QueueSettings) -> int:
+    """How often one request may have to give way: until what is promised is all that there is."""
+    return 1 + math.ceil(math.log2(max(1.0, MAX_NEW_TOKENS / settings.return_tokens)))
 
 
 def simulate(
@@ -60,11 +67,12 @@ def simulate(
     world = World()
     prefill_engine = world.engine("p", small_layout(num_layers=1, tp_size=src_tp))
     decode_engine = world.engine("d", small_layout(num_layers=1, tp_size=dst_tp))
+    settings = settings or drawn(rng)
     decode = DecodeSide(
         decode_engine,
         prefill_engine,
         num_pages=rng.choice([6, 8]),
-        settings=settings or drawn(rng),
+        settings=settings,
         with_prefix=rng.random() < 0.7,
         host_pages=host_pages or rng.choice([4, 16]),
         size=3,
@@ -83,7 +91,11 @@ def simulate(
             # Few beginnings, so that prefixes are met again.
             start = rng.randrange(3)
             prompt = np.arange(start, start + rng.randint(1, 14))
-            ids.append(router.send(prompt, rng.randint(1, 9), priority=int(rng.random() < 0.1)))
+            ids.append(
+                router.send(
+                    prompt, rng.randint(1, MAX_NEW_TOKENS), priority=int(rng.random() < 0.1)
+                )
+            )
         if ids and rng.random() < 0.03:
             decode.abort(rng.choice(ids[-20:]))
         inflight = list(router.prefill.drivers[0].stages.inflight)
@@ -96,6 +108,8 @@ def simulate(
     router.run()
     is_idle(router)
     assert max(bypasses.counts.values(), default=0) <= MAX_BYPASSED
+    retractions = [request.num_retractions for request, *_ in decode.requests]
+    assert max(retractions) <= max_retractions(settings), f"seed {seed}: there and back: {settings}"
     for request_id in ids:
         cause = decode.ended[request_id]
         if not cause:
@@ -126,6 +140,19 @@ def test_a_thousand_requests_over_pools_that_hold_three() -> None:
     wanted = ("answered", "evicted", "RequestRetracted", "RequestResumed", LEGITIMATE[0])
     assert min(names[name] for name in wanted) >= 10, names
     assert names["RequestReady"] > names["answered"] + 10, f"hardly any recompute: {names}"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("policy", "seed"), [("recompute", 3), ("host", 1)])
+def test_nobody_is_retracted_again_and_again(policy: str, seed: int) -> None:
+    """Seeds with which, by room for what it has alone, one came and went 7 and 4 times."""
+    settings = QueueSettings(
+        retraction=policy,  # type: ignore[arg-type]
+        max_bypassed=MAX_BYPASSED,
+        return_tokens=4,
+    )
+    names = simulate(seed, 60, 1, 1, settings, host_pages=64)
+    assert names["RequestRetracted"] >= 10, names
 
 
 @pytest.mark.check

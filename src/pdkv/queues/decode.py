@@ -51,7 +51,7 @@ class DecodeStages:
         self.waiting = DecodeWaitingQueue(context)
         self.retracted = RetractedQueue(context)
         self.running = DecodeRunningBatch(context, self.waiting, self.retracted, self.prealloc.add)
-        self._live: dict[int, DecodeRequest] = {}
+        self._live = context.live
         self._num_arrived = 0
 
     @property

@@ -158,11 +158,15 @@ class RequestMemory:
         multiple: int = 0,
         max_match: int | None = None,
         with_aux: bool = True,
+        promised_tokens: int = 0,
+        beside: Sequence[tuple[Holding, int]] = (),
     ) -> Holding | None:
         """Take what a sequence of `tokens` needs, and promise its growth; None when it is short.
 
         `multiple`: the prefix cache is asked, for a multiple of so many tokens, at most
-        `max_match`.
+        `max_match`. `promised_tokens`: pages for so many in all are promised, if that is more
+        than by default. `beside`: along with it, or not at all, each of these holdings is promised
+        pages for so many.
         """
         match = _NO_MATCH
         if self.prefix is not None and multiple:
@@ -170,9 +174,12 @@ class RequestMemory:
             self.prefix.lock(match)
         num_own = self.pages.pages_for(len(tokens)) - len(match.page_ids)
         promised = min(len(tokens) + self.reserved_decode_tokens, max_tokens)
+        promised = max(promised, promised_tokens)
         growth = self.pages.pages_for(promised) - self.pages.pages_for(len(tokens))
+        others = [(other, self._lacks(other, num) - other.num_reserved) for other, num in beside]
+        others = [(other, num) for other, num in others if num > 0]
         demand = Resources(
-            pages=num_own + growth,
+            pages=num_own + growth + sum(num for _, num in others),
             request_slots=int(self.slots is not None),
             aux_slots=int(with_aux),
             own_ids=self.own_per_request,
@@ -188,8 +195,8 @@ class RequestMemory:
         holding = Holding(match, page_ids)
         if self.slots is not None:
             (holding.slot,) = map(int, _there(self.slots.alloc(1)))
-        if self.pages.reserve(growth):
-            holding.num_reserved = growth
+        for one, num in ((holding, growth), *others):
+            self._promise(one, num)
         if with_aux:
             holding.aux_index = _there(self.aux.alloc())
             holding.staging_nbytes = demand.staging_nbytes
@@ -224,8 +231,7 @@ class RequestMemory:
 
     def grow(self, holding: Holding, num_tokens: int) -> bool:
         """Make room for so many tokens in all; False, and nothing changed, when pages are short."""
-        have = len(holding.match.page_ids) + len(holding.page_ids)
-        num = self.pages.pages_for(num_tokens) - have
+        num = self._lacks(holding, num_tokens)
         if num <= 0:
             return True
         promised = min(num, holding.num_reserved)
@@ -306,6 +312,16 @@ class RequestMemory:
         assert self.num_staging_taken == in_transfer + draining, "staging of nobody"
         for i, (pool, num) in enumerate(zip(self.own, self.own_per_request, strict=True)):
             assert pool.num_used == num * len(holdings), f"ids of state component {i}"
+
+    def _lacks(self, holding: Holding, num_tokens: int) -> int:
+        """Pages that so many tokens need and that it has not got; below 0 where it has more."""
+        have = len(holding.match.page_ids) + len(holding.page_ids)
+        return self.pages.pages_for(num_tokens) - have
+
+    def _promise(self, holding: Holding, num_pages: int) -> None:
+        is_there = self.pages.reserve(num_pages)
+        assert is_there, "admission and allocation differ"
+        holding.num_reserved += num_pages
 
     def _make_room(self, num_pages: int) -> None:
         short = num_pages - self.pages.available

@@ -245,12 +245,7 @@ class DecodePreallocQueue:
 
     def _try_admit(self, request: DecodeRequest) -> bool:
         context = self._context
-        holding = context.memory.try_hold(
-            request.to_transfer,
-            max_tokens=request.max_tokens,
-            extra_key=request.extra_key,
-            multiple=self._prefix_unit(request),
-        )
+        holding = context.try_hold(request, multiple=self._prefix_unit(request))
         if holding is None:
             return False
         request.holding = holding

@@ -6,6 +6,7 @@ Nothing derived is kept across attempts: lengths are computed from the tokens. L
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -32,6 +33,13 @@ __all__ = [
     "RequestResumed",
     "RequestRetracted",
 ]
+
+_CHOICES = {
+    "allocation": ("early", "late"),
+    "retraction": ("host", "recompute"),
+    "when_host_full": ("recompute", "abort"),
+}
+_LEAST = {"max_bypassed": 0, "max_blocked": 1, "return_tokens": 1}
 
 
 class DecodeStage(enum.Enum):
@@ -146,6 +154,10 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_blocked: a pass of admission ends after so many requests that don't fit.
     retraction: where a retracted request's K and V go: to the host, or away (prefill computes them
         again). when_host_full: what happens to a request that the host has no room for.
+    return_tokens: a retracted request comes back when it, and everybody else who holds memory, can
+        be promised room for so many further tokens, or for all that they may generate if that is
+        less; twice as many with each further retraction of it. So nobody is retracted again at
+        once, and nobody many times.
     stall_s: how long a running request may lack memory that nobody can give before it fails.
     """
 
@@ -154,7 +166,21 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_blocked: int = 32
     retraction: Literal["host", "recompute"] = "host"
     when_host_full: Literal["recompute", "abort"] = "recompute"
+    return_tokens: int = 128
     stall_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ConfigError(f"{name} must be one of {choices}, got {value!r}")
+        for name, least in _LEAST.items():
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ConfigError(f"{name} must be an integer of at least {least}, got {value!r}")
+        # Not `<= 0`: NaN is neither, and no wait is without an end.
+        if not (isinstance(self.stall_s, int | float) and 0 < self.stall_s < math.inf):
+            raise ConfigError(f"stall_s must be positive and finite, got {self.stall_s!r}")
 
 
 class QueueEvent(msgspec.Struct, frozen=True, kw_only=True):

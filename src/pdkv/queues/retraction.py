@@ -20,7 +20,6 @@ from pdkv.queues.records import (
     DecodeStage,
     RecomputeNeeded,
     RequestResumed,
-    RequestRetracted,
 )
 
 __all__ = ["RetractedQueue"]
@@ -56,8 +55,7 @@ class RetractedQueue:
         context, settings = self._context, self._context.settings
         holding = request.holding
         assert holding is not None
-        request.num_retractions += 1
-        context.emit(RequestRetracted(request=request))
+        context.note_retraction(request)
         if settings.retraction == "host":
             copies = context.memory.save(holding, request.num_kv)
             if copies is not None:
@@ -103,11 +101,14 @@ class RetractedQueue:
         request.stage = DecodeStage.SAVED
 
     def resume(self) -> None:
-        """Bring requests back, first by priority and arrival; nobody passes one who waits."""
+        """Bring requests back, first by priority and arrival; nobody passes one who waits.
+
+        The rule that keeps them from being retracted again at once is `DecodeContext.try_hold`'s.
+        """
         memory = self._context.memory
         saved = [request for request in self if request.stage is DecodeStage.SAVED]
         for request in sorted(saved, key=lambda r: r.order):
-            holding = memory.try_hold(request.tokens, max_tokens=request.max_tokens, with_aux=False)
+            holding = self._context.try_hold(request, with_aux=False)
             if holding is None:
                 return
             request.holding = holding
