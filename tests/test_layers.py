@@ -42,6 +42,8 @@ LAYERS = {
     "rendezvous.server_probe": 4,
     "rendezvous.client": 4,
     "rendezvous.etcd": 4,
+    "rendezvous.etcd_client": 4,
+    "rendezvous.etcd_security": 4,
     "observe.exporters": 4,
     "endpoint": 5,
     "testing": 6,

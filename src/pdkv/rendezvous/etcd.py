@@ -5,8 +5,8 @@ one under the same lease, `PREFIX/rooms/ENGINE/ROOM`. While etcd is away, what i
 known; when it is back, leases are renewed or taken anew, and the watch goes on from a fresh list.
 
 etcd tells a rank that lives from one that does not; it can't tell stopped from dead or partitioned
-(`pdkv.rendezvous.server` can). Neither TLS nor a password is passed on yet. Layer 4, aetcd:
-`pip install pdkv[etcd]`.
+(`pdkv.rendezvous.server` can). How etcd is reached, TLS and passwords are `etcd_client`'s. Layer 4,
+aetcd: `pip install pdkv[etcd]`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any, Self
 from urllib.parse import quote
 
 from pdkv.errors import ConfigError
+from pdkv.rendezvous.etcd_security import EtcdSecurity
 from pdkv.rendezvous.limits import RendezvousLimits
 from pdkv.rendezvous.mirror import Mirror, Stored
 from pdkv.rendezvous.records import EngineRecord, GroupKey, RankRecord
@@ -30,6 +31,8 @@ from pdkv.rendezvous.states import RankStatus
 
 try:
     import aetcd
+
+    from pdkv.rendezvous.etcd_client import EtcdClient, describe
 except ImportError as error:  # pragma: no cover - the extra is not installed
     raise ConfigError("pdkv.rendezvous.etcd needs aetcd: pip install pdkv[etcd]") from error
 
@@ -37,15 +40,15 @@ __all__ = ["EtcdDirectory"]
 
 _log = logging.getLogger("pdkv")
 _MAX_OPERATIONS = 100  # of one transaction; etcd's own default limit is 128
-_TIMEOUT_S = 3
-_KEEPALIVE = {"grpc.keepalive_time_ms": 2_000, "grpc.keepalive_timeout_ms": 2_000}
 
 
 class EtcdDirectory:
     """A `Directory` over one etcd endpoint. Its thread keeps the lease while the engine computes.
 
     Public calls come from any thread and never wait for the network. Times are those of `limits`;
-    etcd counts leases in whole seconds, at least one.
+    etcd counts leases in whole seconds, at least one. `security`: TLS, and who this process is;
+    without it everything travels in the clear. ConfigError for a password that would travel in the
+    clear to another machine.
     """
 
     def __init__(
@@ -54,11 +57,14 @@ class EtcdDirectory:
         port: int = 2379,
         *,
         prefix: str = "/pdkv",
+        security: EtcdSecurity | None = None,
         limits: RendezvousLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limits = limits or RendezvousLimits()
         self._at = (host, port)
+        self._security = security or EtcdSecurity()
+        self._security.check_host(host)
         self._prefix = prefix.rstrip("/")
         self._clock = clock
         self._mirror = Mirror(self._limits)
@@ -190,17 +196,17 @@ class EtcdDirectory:
             self._loop.call_soon_threadsafe(self._woken.set)
 
     async def _forever(
-        self, name: str, job: Callable[[aetcd.Client], Coroutine[Any, Any, None]]
+        self, name: str, job: Callable[[EtcdClient], Coroutine[Any, Any, None]]
     ) -> None:
         """Run a job over a client of its own; after an error wait a beat, and begin anew."""
         while True:
-            client = aetcd.Client(*self._at, timeout=_TIMEOUT_S, options=_KEEPALIVE)
+            client = EtcdClient(*self._at, self._security)
             try:
                 await job(client)
             except asyncio.CancelledError:
                 raise
             except Exception as error:
-                self._note(name, f"etcd, {name}: {type(error).__name__} {error}")
+                self._note(name, f"etcd, {name}: {describe(error)}")
             finally:
                 with contextlib.suppress(Exception):
                     await client.close()
@@ -217,7 +223,7 @@ class EtcdDirectory:
 
     # -- who I am ---------------------------------------------------------------------------------
 
-    async def _keep_registered(self, client: aetcd.Client) -> None:
+    async def _keep_registered(self, client: EtcdClient) -> None:
         lease, said = None, None
         while True:
             record = self._record
@@ -245,7 +251,7 @@ class EtcdDirectory:
             await asyncio.wait_for(self._woken.wait(), self._limits.beat_s)
         self._woken.clear()
 
-    async def _say_rooms(self, client: aetcd.Client, record: RankRecord, lease: Any) -> None:
+    async def _say_rooms(self, client: EtcdClient, record: RankRecord, lease: Any) -> None:
         """Claims and releases since the last time, in transactions; again after an error."""
         value = f"{record.dp_rank} {record.incarnation.hex()}".encode()
         make = client.transactions
@@ -270,7 +276,7 @@ class EtcdDirectory:
 
     # -- who others are ---------------------------------------------------------------------------
 
-    async def _watch(self, client: aetcd.Client) -> None:
+    async def _watch(self, client: EtcdClient) -> None:
         revision = await self._list(client)
         watch = await client.watch_prefix(self._ranks_prefix, start_revision=revision + 1)
         settling = self._loop.create_task(self._settle(client))
@@ -287,7 +293,7 @@ class EtcdDirectory:
         finally:
             settling.cancel()
 
-    async def _list(self, client: aetcd.Client, *, is_settled: bool = False) -> int:
+    async def _list(self, client: EtcdClient, *, is_settled: bool = False) -> int:
         found = await client.get_prefix(self._ranks_prefix)
         revision: int = found.header.revision
         stored = [Stored(kv.key, kv.value, kv.mod_revision) for kv in found]
@@ -296,7 +302,7 @@ class EtcdDirectory:
             self._mirror.listed(stored, revision, is_settled=is_settled, now=now)
         return revision
 
-    async def _settle(self, client: aetcd.Client) -> None:
+    async def _settle(self, client: EtcdClient) -> None:
         """Whoever lives has put its key again within a lease: what is missing then is gone."""
         while True:
             await asyncio.sleep(self._limits.lease_s)
@@ -304,7 +310,7 @@ class EtcdDirectory:
                 await self._list(client, is_settled=True)
                 return
 
-    async def _ask_rooms(self, client: aetcd.Client) -> None:
+    async def _ask_rooms(self, client: EtcdClient) -> None:
         make = client.transactions
         while True:
             with self._lock:
