@@ -390,3 +390,45 @@ def test_an_abort_after_the_end_does_not_change_the_end(world: World) -> None:
     (sent,) = [message for message in said if isinstance(message, Sent)]
     assert len(sent.tags) == 3
     assert not any(isinstance(message, Failed) for message in said)
+
+
+def test_an_abort_before_the_handshake_leaves_the_room_to_the_next_attempt(world: World) -> None:
+    """Prefill never heard of the attempt, so nothing is to be said: it has given the room neither a
+    page nor a byte, and whoever asks for the room next is served by the handle that waits."""
+    prefill, decode = pair(world)
+    (handle,) = [endpoint.open(5, 16) for endpoint in prefill.prefill]
+    world.network.partition(["d/0"], ["p/0"])
+    ask(decode, prefill, 5, 1, 16, PAGES)
+    world.run(5)
+    (first,) = decode.decode[0].snapshot()
+    decode.decode[0].abort(first)
+    world.run(5)
+    assert [event.key for event in decode.events(Released)] == [first], "at once: nobody may write"
+    assert not decode.decode[0].exposed_pages().size
+    world.network.partition()
+    world.run(300)
+    assert not prefill.events(RequestFailed)
+    assert not prefill.prefill[0].exposed_pages().size
+    ask(decode, prefill, 5, 2, 16, OTHER)
+    world.run(300)
+    prefill.prefill[0].send(handle, tokens=range(16), page_ids=PAGES)
+    prefill.prefill[0].finish(handle, aux_index=1)
+    world.run(100)
+    assert [event.key.attempt for event in decode.events(Succeeded)] == [2]
+    assert len(prefill.events(Released)) == 1
+
+
+def test_a_room_whose_reader_never_asks_ends_after_bootstrap_s_with_nothing_held(
+    world: World,
+) -> None:
+    prefill, decode = pair(world)
+    prefill.prefill[0].open(5, 16)
+    world.network.partition(["d/0"], ["p/0"])
+    ask(decode, prefill, 5, 1, 16, PAGES)
+    decode.decode[0].abort(next(iter(decode.decode[0].snapshot())))
+    world.network.partition()
+    world.run(3)
+    world.run(13, dt=10.0)
+    (failed,) = prefill.events(RequestFailed)
+    assert "TransferInfo" in failed.cause
+    assert len(prefill.events(Released)) == 1

@@ -182,3 +182,51 @@ def test_a_keepalive_names_its_peers_requests_and_no_others(world: World) -> Non
 def said(world: World, src: str, dst: str, kind: type) -> int:
     frames = [decode(decode_frame(frame).body) for frame in world.network.held(src, dst)]
     return sum(isinstance(frame, kind) for frame in frames)
+
+
+def keepalives(world: World, src: str, dst: str, seconds: float) -> int:
+    """How many go out in this time; what is held goes on its way after."""
+    world.network.hold(src, dst)
+    world.run(round(seconds / 0.01), dt=0.01)
+    num = said(world, src, dst, Keepalive)
+    world.network.deliver(src, dst)
+    return num
+
+
+def test_a_peer_that_no_request_concerns_hears_fewer_keepalives_and_is_not_lost(
+    world: World,
+) -> None:
+    prefill, decode_ = world.engine("p", small_layout()), world.engine("d", small_layout())
+    decode_.decode[0].meet(prefill.record)
+    world.run(10)
+    idle_s = world.limits.idle_keepalive_s
+    assert idle_s == 0.25
+    assert 2 <= keepalives(world, "d/0", "p/0", 4 * idle_s - 0.05) <= 4
+    copies = Copies()
+    room = next(copies.rooms)
+    pages = copies.ask(decode_, "d", prefill.record, room)
+    world.run(10)
+    for src, dst in (("d/0", "p/0"), ("p/0", "d/0")):  # nobody has opened it: both sides wait
+        assert 7 <= keepalives(world, src, dst, 9 * world.limits.keepalive_s) <= 9
+    prefill.fill(seed=1)
+    copies.serve(prefill, room, *copies.place("p"))
+    world.run(40)
+    assert len(decode_.events(Released)) == 1
+    assert len(pages) == NUM_PAGES
+    world.run(500, dt=0.01)  # five times as long as a silent peer would count as alive
+    world.network.hold("d/0", "p/0")
+    copies.ask(decode_, "d", prefill.record, next(copies.rooms))
+    world.run(3)
+    assert said(world, "d/0", "p/0", Hello) == 0, "they still know each other"
+
+
+def test_an_idle_peer_that_falls_silent_is_forgotten_in_the_same_time(world: World) -> None:
+    prefill, decode_ = world.engine("p", small_layout()), world.engine("d", small_layout())
+    decode_.decode[0].meet(prefill.record)
+    world.run(10)
+    peers = decode_.nodes[0].core.links.peers
+    prefill.kill()
+    world.run(80, dt=0.01)
+    assert len(peers) == 1
+    world.run(60, dt=0.01)
+    assert len(peers) == 0

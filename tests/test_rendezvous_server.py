@@ -22,8 +22,9 @@ from pdkv.rendezvous import (
     RouteQuery,
 )
 from pdkv.rendezvous.client import RendezvousClient
-from pdkv.rendezvous.messages import News, decode, encode
+from pdkv.rendezvous.messages import Claimed, Claims, News, Registration, decode, encode
 from pdkv.rendezvous.server import RendezvousServer
+from pdkv.rendezvous.session import Session
 from pdkv.rendezvous.static import Directory
 from rendezvous_records import engine, incarnation, rank
 
@@ -398,3 +399,24 @@ def test_after_any_faults_all_clients_know_what_is_true(fleet: Fleet, seed: int)
     for client in (looking, *fleet.clients.values()):
         assert client.engines() == expected
         assert not client.problems()
+
+
+def test_a_client_that_owes_nothing_rests_until_its_next_beat() -> None:
+    session = Session(reply_to="d", limits=LIMITS, now=0.0)
+    server_life, short = bytes(16), LIMITS.ask_s / 4
+    session.tick(10.0)
+    assert session.rest_s(10.25) == pytest.approx(0.75)
+    session.resolver.resolve([RouteQuery("p", 1)], 10.25)
+    waits = session.resolver.num_waiting
+    assert session.rest_s(10.25) == (short if waits else pytest.approx(0.75))
+    session.publish(rank())
+    assert session.rest_s(10.25) == short, "nobody knows it yet"
+    session.tick(10.25)
+    session.handle(Registration(server_life, rank().incarnation, 1, is_known=True), 10.3)
+    session.claim([1])
+    assert session.rest_s(10.3) == short
+    (claims,) = [said for said in session.tick(10.3) if isinstance(said, Claims)]
+    assert session.rest_s(10.3) == short, "it has no answer yet"
+    session.handle(Claimed(server_life, claims.number), 10.4)
+    session.tick(11.5)
+    assert session.rest_s(11.6) == pytest.approx(0.9)

@@ -23,7 +23,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         says so in its keepalives.
     progress_s: between two signs of progress where nobody says "queued".
     keepalive_s, peer_lost_s: how often a peer is told that this node lives, and how long a silent
-        peer counts as alive. One lost frame must not lose a peer, hence the factor of 3.
+        peer counts as alive. One lost frame must not lose a peer, hence the factor of 3. A peer
+        that no request concerns is told every `idle_keepalive_s`. Nodes that meet should agree.
     resend_s: an unanswered idempotent message (Hello, TransferInfo, Abort) goes out again.
     ask_s: a transfer without news asks its writers what they have sent.
     unknown_room_s: how long a TransferInfo waits for the engine to open its room.
@@ -49,6 +50,15 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_pages_per_request: int = 1 << 22
     max_quarantined_requests: int = 1_024
     max_quarantined_requests_per_peer: int = 256
+
+    @property
+    def idle_keepalive_s(self) -> float:
+        """Between keepalives to a peer that no request concerns: 2.5 s by default.
+
+        Four in `peer_lost_s`, and for a peer with a shorter one never less often than it can do
+        with: it has the same `keepalive_s`, and so a `peer_lost_s` of at least three of these.
+        """
+        return min(max(self.keepalive_s, self.peer_lost_s / 4), 2.5 * self.keepalive_s)
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

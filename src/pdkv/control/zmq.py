@@ -34,6 +34,7 @@ __all__ = ["ZmqControl"]
 
 _SCHEMES = ("tcp://", "ipc://")
 _EVERYWHERE = ("tcp://0.0.0.0:", "tcp://[::]:")
+_EVENTS, _POLLIN = int(zmq.EVENTS), int(zmq.POLLIN)  # enums cost more than what they ask for
 _FD_SETSIZE = 1024  # of select(): descriptors above need poll(), which counts milliseconds
 _MAX_SOCKETS = 65_535
 _MAX_WAIT_S = 3_600.0
@@ -246,11 +247,12 @@ class ZmqControl:
             return
         timeout_s = min(max(timeout_s, 0.0), _MAX_WAIT_S)
         if timeout_s < 0.001 and max(self._fds) < _FD_SETSIZE:
-            select.select(self._fds, (), (), timeout_s)
+            ready, _, _ = select.select(self._fds, (), (), timeout_s)
         else:
-            self._poll.poll(math.ceil(timeout_s * 1000))
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wake_read, 4096)
+            ready = [fd for fd, _ in self._poll.poll(math.ceil(timeout_s * 1000))]
+        if self._wake_read in ready:
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._wake_read, 4096)
         # Last: who finds it set until here has left its work where this thread looks now.
         self._is_woken = False
 
@@ -260,9 +262,9 @@ class ZmqControl:
         return self._has_frames()
 
     def _has_frames(self) -> bool:
-        events = self._inbound.getsockopt(zmq.EVENTS)
+        events = self._inbound.getsockopt(_EVENTS)
         assert isinstance(events, int)
-        return bool(events & zmq.POLLIN)
+        return bool(events & _POLLIN)
 
     def wake(self) -> None:
         """End a `wait`, or the next one. Any thread, also after `close`."""

@@ -105,6 +105,7 @@ class NodeCore:
         self.problem = ""
         self._ticked_at = 0.0
         self._unsettled: dict[Sending, None] = {}
+        self._keepalive_s, self._idle_s = limits.keepalive_s, limits.idle_keepalive_s
         self._tick_s = min(limits.keepalive_s, limits.resend_s, limits.ask_s) / 4
 
     def call(self, command: Callable[[float], None]) -> None:
@@ -217,8 +218,9 @@ class NodeCore:
         self.links.reap()
 
     def _owes_keepalive(self, peer: Peer, now: float) -> bool:
-        alive = peer.state in (PeerState.READY, PeerState.LOST)
-        return alive and now - peer.said_at >= self._limits.keepalive_s
+        if peer.state is not PeerState.READY and peer.state is not PeerState.LOST:
+            return False
+        return now - peer.said_at >= (self._keepalive_s if peer.requests else self._idle_s)
 
     def _words(self) -> dict[PeerKey, list[Waiting]]:
         """What I know of each request and what I wait for, by the peers that it concerns.

@@ -59,6 +59,7 @@ class Links:
         self._pairings: dict[str, Pairing] = {}
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
+        self._silent_s = 2 * local.limits.idle_keepalive_s
         self.capabilities: tuple[str, ...] = CAPABILITIES
         # What staging asks of a reader before it is one; a LayoutMismatch says no.
         self.check_reader: Callable[[Pairing, Route, Hello], None] | None = None
@@ -170,13 +171,13 @@ class Links:
         self.send(peer, self._hello(peer.grid), now)
 
     def is_silent(self, engine: bytes, now: float, rank_id: int) -> bool:
-        """Whether a rank of an engine has missed more than a keepalive."""
+        """Whether a rank of an engine has missed more than a keepalive of idle times."""
         peer = self.peers.get((engine, rank_id))
         return peer is None or self._is_silent(peer, now)
 
     def _is_silent(self, peer: Peer, now: float) -> bool:
         """It may have forgotten me, and would drop what I say as a stranger's."""
-        return now - peer.heard_at > 2 * self._local.limits.keepalive_s
+        return now - peer.heard_at > self._silent_s
 
     def _hello(self, grid: int, *, is_reply: bool = False) -> Hello:
         return Hello(

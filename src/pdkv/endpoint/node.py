@@ -41,7 +41,7 @@ _log = logging.getLogger("pdkv")
 _INCARNATION_NBYTES = 16
 _NAP_S = 50e-6
 _MAX_NAP_S = 1e-3
-_IDLE_WAIT_S = 0.1  # while nothing is live, frames and commands end the wait; bytes can't come
+_IDLE_WAIT_S = 0.25  # while nothing is live, frames and commands end the wait; bytes can't come
 
 
 class Node:

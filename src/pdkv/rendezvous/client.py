@@ -195,10 +195,11 @@ class RendezvousClient:
             self._renewed_at = now
 
     def _run(self) -> None:
-        wait_s = min(self._limits.beat_s, self._limits.ask_s) / 4
         while not self._closing.is_set():
             try:
                 self.step(self._clock())
             except Exception:
                 _log.exception("a step of the directory failed; it goes on")
-            self._control.wait(wait_s)
+            with self._lock:
+                rest_s = self._session.rest_s(self._clock())
+            self._control.wait(rest_s)

@@ -121,6 +121,13 @@ class Session:
             out.append(Which(self._reply_to, engine_id, tuple(rooms)))
         return out
 
+    def rest_s(self, now: float) -> float:
+        """How long nothing is due, unless the engine wants something or the server says it."""
+        owes = self._claims or self._unsaid or self._goodbye or self.resolver.num_waiting
+        if owes or (self._record is not None and not self._is_registered):
+            return min(self._limits.beat_s, self._limits.ask_s) / 4
+        return max(0.0, self._beat_at + self._limits.beat_s - now)
+
     def ask_status(self) -> None:
         """The next tick asks for every rank's state; the answer lands in `status`."""
         self.status = None
