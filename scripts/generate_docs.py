@@ -20,6 +20,8 @@ from typing import Any
 import msgspec
 
 from pdkv.endpoint import events as endpoint_events
+from pdkv.endpoint.settings import NEEDS, backends_with
+from pdkv.interfaces import Capabilities
 from pdkv.observe import METRICS, WAITS, phases
 from pdkv.protocol import AnyMessage, Frame, Identity, StageGrant, Wait, Waiting, words
 from pdkv.request import events as machine_events
@@ -204,6 +206,24 @@ def waiting() -> str:
     return markdown([*rows, *([place, f"`{w}`", text] for (place, w), text in WAITS.items())])
 
 
+def needs() -> str:
+    rows = [["setting", "needs", "of whom", "without it"]]
+    for need in NEEDS:
+        # Names stand as such; a sentence has marked its own.
+        words = [w if " " in w or "`" in w else f"`{w}`" for w in need.any_of]
+        rows.append([need.setting, " or ".join(words), need.whom, need.without])
+    return markdown(rows)
+
+
+def claims() -> str:
+    """What each built-in backend's class says; one that must look at its package says so itself."""
+    rows = [
+        [f"`{name}`", ", ".join(f"`{b}`" for b in backends_with(name))]
+        for name in Capabilities.__struct_fields__
+    ]
+    return markdown([["capability", "backends"], *rows])
+
+
 PARTS: dict[str, Callable[[], str]] = {
     "receiver": lambda: outcomes(RECEIVER_TABLE),
     "sender": lambda: outcomes(SENDER_TABLE),
@@ -220,6 +240,8 @@ PARTS: dict[str, Callable[[], str]] = {
     "metrics": metrics,
     "phases": phase_table,
     "waiting": waiting,
+    "needs": needs,
+    "claims": claims,
 }
 
 

@@ -286,22 +286,6 @@ def test_a_request_that_is_announced_gets_its_regions_with_its_pages(world: Worl
     assert is_whole(prefill)
 
 
-def test_staging_memory_must_be_part_of_the_pool(world: World) -> None:
-    from pdkv.endpoint.staging import Staging
-
-    engine = world.engine("decode", small_layout())
-    node = engine.nodes[0]
-    local = node.core.links._local
-    with pytest.raises(ConfigError, match="added_to"):
-        Staging(
-            StagingSetting().memory(),
-            local=local,
-            links=node.core.links,
-            inbox=None,  # type: ignore[arg-type]
-            clock=node.now,
-        )
-
-
 def gauges_of(engine: Engine, rank_id: int) -> dict[tuple[str, ...], float]:
     return {
         (sample.name, *sample.labels): sample.value for sample in engine.nodes[rank_id].metrics()

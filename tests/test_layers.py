@@ -21,6 +21,7 @@ LAYERS = {
     "limits": 0,
     "topology": 0,
     "layout": 0,
+    "_claims": 0,
     "_differences": 0,
     "heads": 1,
     "plan": 1,

@@ -24,6 +24,7 @@ __all__ = [
     "ControlChannel",
     "CopyKernels",
     "CountedControl",
+    "PlacedKernels",
     "PrefixCache",
     "PrefixMatch",
     "PreparedTransfers",
@@ -329,3 +330,13 @@ class CopyKernels(Protocol):
         ConfigError for copies that reach outside the memory that the kernels were given, or whose
         tables don't fit together: then nothing was moved.
         """
+
+
+@runtime_checkable
+class PlacedKernels(CopyKernels, Protocol):
+    """Kernels that know whose memory they can touch. Those that are none are taken at their
+    engine's word."""
+
+    def reaches(self, device: str) -> bool:
+        """Whether memory on this device, as a `MemoryRegion` names it, may be copied."""
+        ...

@@ -70,6 +70,10 @@ class MooncakeBackend:
     """
 
     name = "mooncake"
+    # Device memory depends on the wheel that is installed: see the constructor.
+    capabilities = Capabilities(
+        notifications=True, completion_is_remote=True, host_memory=True, reads=True
+    )
 
     def __init__(
         self,
@@ -90,7 +94,10 @@ class MooncakeBackend:
             "timeout_s": timeout_s,
             "slice_nbytes": slice_nbytes,
         }
-        self._has_device_memory = bool(getattr(self._module, "SUPPORT_CUDA", False))
+        has_device_memory = bool(getattr(self._module, "SUPPORT_CUDA", False))
+        self.capabilities = msgspec.structs.replace(
+            self.capabilities, device_memory=has_device_memory
+        )
         self._transport = "tcp" if protocol == "tcp" else ""
         self._engine: Engine = self._make()
         self._key = f"{host}-{os.getpid()}-{uuid.uuid4().hex}"
@@ -103,22 +110,11 @@ class MooncakeBackend:
         self._ids = itertools.count(1)
         self._ended: deque[tuple[str, Completion]] = deque()
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """Device memory depends on the wheel that is installed."""
-        return Capabilities(
-            notifications=True,
-            completion_is_remote=True,
-            host_memory=True,
-            device_memory=self._has_device_memory,
-            reads=True,
-        )
-
     def register(self, regions: Sequence[MemoryRegion]) -> None:
         """Register memory; neighbours as one, since Mooncake's cost grows with their square."""
         engine = self._open()
         for region in regions:
-            if region.device != "cpu" and not self._has_device_memory:
+            if region.device != "cpu" and not self.capabilities.device_memory:
                 raise TransferError(f"this build of Mooncake moves host memory only: {region}")
         self._regions.add(regions)
         try:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._claims import claim, release
 from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
@@ -68,10 +69,14 @@ class Endpoint:
     """Base of DecodeEndpoint and PrefillEndpoint. All calls come from the engine's thread."""
 
     _ref_type: type
+    _role: str
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self._core = node.core  # of the life that this endpoint belongs to
+        self._side = f"{self._role} side of a node"
+        claim(self._core, self._side, self)  # two would take each other's news
+        self._is_closed = False
         self._gate = Gate()
         self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
         self._backlog: list[EndpointEvent] = []
@@ -124,6 +129,7 @@ class Endpoint:
         for event in events:
             if isinstance(event, Released):
                 self._forget(event)
+        self._leave()
         return events
 
     def _forget(self, event: Released) -> None:
@@ -179,11 +185,19 @@ class Endpoint:
         return not self._gate
 
     def close(self) -> None:
-        """Give up what is live. The node lives on; close it separately."""
-        self._is_draining = True
+        """Give up what is live. The node lives on; close it separately.
+
+        Its node takes another endpoint of this kind once all of that is released.
+        """
+        self._is_draining = self._is_closed = True
+        self._leave()
         if not self.node.is_closed:
             for ref in list(self._exposed):
                 self._cancel(ref, "endpoint closed")
+
+    def _leave(self) -> None:
+        if self._is_closed and not self._gate:
+            release(self._core, self._side, self)
 
     def _admit(self) -> None:
         if self._is_draining or self.node.core is not self._core or self.node.is_asleep:

@@ -28,6 +28,7 @@ class DecodeEndpoint(Endpoint):
     """Receives caches. One per node; each rank of the engine makes the same calls."""
 
     _ref_type = Identity
+    _role = "decode"
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)

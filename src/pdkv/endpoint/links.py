@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
+from pdkv.endpoint.settings import check_reachable
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
 from pdkv.interfaces import ControlChannel, PreparedTransfers, TransferBackend
 from pdkv.layout import EngineLayout
@@ -62,7 +63,7 @@ class Links:
         self._silent_s = 2 * local.limits.idle_keepalive_s
         self.capabilities: tuple[str, ...] = CAPABILITIES
         # What staging asks of a reader before it is one; a LayoutMismatch says no.
-        self.check_reader: Callable[[Pairing, Route, Hello], None] | None = None
+        self.check_reader: Callable[[Peer, Pairing, Route, Hello], None] | None = None
         self.is_asleep = False
         # Whether a request still waits for its peers; `Requests` knows.
         self.is_waiting: Callable[[Identity], bool] = lambda identity: True
@@ -243,9 +244,10 @@ class Links:
             raise LayoutMismatch("grid", pairing.grid, hello.grid)
         route = None
         if peer.rank_id in pairing.readers(self._local.rank_id):
+            check_reachable(self._backend, hello.pool)
             route = pairing.route(self._local.rank_id, peer.rank_id, self._local.pool, hello.pool)
             if self.check_reader is not None:
-                self.check_reader(pairing, route, hello)
+                self.check_reader(peer, pairing, route, hello)
             peer.backend_key = self._backend.connect(hello.metadata)
         self._forget_lists(peer)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route

@@ -20,10 +20,11 @@ from typing import Any, Self
 
 import msgspec
 
+from pdkv._claims import claim, release
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change
 from pdkv.endpoint.records import LocalRank, Planner
-from pdkv.endpoint.settings import check_backend
+from pdkv.endpoint.settings import check_settings
 from pdkv.endpoint.staging import StagingMemory
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
@@ -52,8 +53,9 @@ class Node:
     `pool` names. `incarnation`: 16 random bytes, one per life of the engine, the same on all its
     ranks. `planner`: who pairs two layouts; nodes of one process may share one that remembers.
     `staging`: kernels and memory for slices of heads (docs/staging.md). `recorder`: what keeps
-    metrics and timelines (docs/observability.md), one per node. Takes ownership of `backend` and
-    `control` and closes them.
+    metrics and timelines (docs/observability.md). Takes ownership of `backend` and `control` and
+    closes them. What a node has been given (`aux`, `staging` and `recorder` too) can't be given to
+    another one before `close`: ConfigError.
     """
 
     def __init__(
@@ -75,9 +77,6 @@ class Node:
     ) -> None:
         layout.parallel.rank(rank_id)  # raises for a rank outside the engine
         _check_memory(pool, aux, incarnation)
-        check_backend(backend, pool)
-        if layout.converts and staging is None:
-            raise ConfigError("a layout that converts needs `staging`: its kernels do it")
         self.layout = layout
         self.rank_id = rank_id
         self.limits = limits or Limits()
@@ -95,7 +94,16 @@ class Node:
         self._stepper = threading.get_ident()  # whose thread makes progress, without an own one
         self._staging = staging
         self.recorder = recorder
-        self._begin(pool, aux, incarnation)
+        self._held: list[tuple[str, object]] = []
+        try:
+            self._hold("backend", backend)
+            self._hold("control", control)
+            self._hold("staging", staging)
+            self._hold("recorder", recorder)
+            self._begin(pool, aux, incarnation)
+        except BaseException:
+            self._let_go()
+            raise
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
         self._watchers: list[Callable[[], None]] = []
@@ -104,6 +112,19 @@ class Node:
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-node", daemon=True)
             self._thread.start()
+
+    def _hold(self, what: str, resource: object) -> None:
+        """Two nodes over one of these would take each other's frames, completions or regions."""
+        if resource is not None:
+            claim(resource, what, self)
+            self._held.append((what, resource))
+
+    def _let_go(self, *kinds: str) -> None:
+        """These, or everything."""
+        for what, resource in self._held:
+            if what in kinds or not kinds:
+                release(resource, what, self)
+        self._held = [held for held in self._held if kinds and held[0] not in kinds]
 
     def __enter__(self) -> Self:
         return self
@@ -285,6 +306,7 @@ class Node:
     def _fall_asleep(self, now: float) -> None:
         self.core.sleep(now)
         self._backend.deregister(self.pool.regions)
+        self._let_go("aux")
 
     @property
     def is_asleep(self) -> bool:
@@ -304,27 +326,39 @@ class Node:
         self.ask(lambda: self._begin(pool, aux, incarnation))
 
     def _begin(self, pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
-        self._backend.register(pool.regions)
-        self.pool, self.aux, self.incarnation = pool, aux, incarnation
-        former = frozenset(self._lives)
-        self._lives.add(incarnation)
-        self.core = NodeCore(
-            backend=self._backend,
-            control=self._control,
-            local=LocalRank(
-                self.layout,
-                self.rank_id,
-                pool,
-                incarnation,
-                self.limits,
-                planner=self.planner,
-                former=former,
-            ),
-            aux=aux,
-            clock=self._clock,
-            staging=self._staging,
-            recorder=self.recorder,
+        """Whatever it raises, nothing is registered or held for this life then."""
+        check_settings(self._backend, pool, self.layout, self._staging)
+        local = LocalRank(
+            self.layout,
+            self.rank_id,
+            pool,
+            incarnation,
+            self.limits,
+            planner=self.planner,
+            former=frozenset(self._lives),
         )
+        self._hold("aux", aux)
+        try:
+            self._backend.register(pool.regions)
+        except BaseException:
+            self._let_go("aux")
+            raise
+        try:
+            self.core = NodeCore(
+                backend=self._backend,
+                control=self._control,
+                local=local,
+                aux=aux,
+                clock=self._clock,
+                staging=self._staging,
+                recorder=self.recorder,
+            )
+        except BaseException:
+            self._backend.deregister(pool.regions)
+            self._let_go("aux")
+            raise
+        self._lives.add(incarnation)
+        self.pool, self.aux, self.incarnation = pool, aux, incarnation
 
     def close(self) -> None:
         """Stop the thread, then give sockets, registrations and handles back. Idempotent."""
@@ -336,6 +370,7 @@ class Node:
             self._thread.join(timeout=10.0)
         self._control.close()
         self._backend.close()
+        self._let_go()
 
     def _run(self) -> None:
         """Nap while bytes may move, a tenth of how long nothing has; wait for a frame otherwise.

@@ -50,6 +50,7 @@ class PrefillEndpoint(Endpoint):
     """Sends caches. One per node; each rank of the engine makes the same calls."""
 
     _ref_type = int
+    _role = "prefill"
 
     def __init__(self, node: Node) -> None:
         super().__init__(node)

@@ -90,9 +90,6 @@ class Staging:
         inbox: Inbox,
         clock: Callable[[], float],
     ) -> None:
-        missing = [r for r in (memory.regions, memory.buffers) if r not in local.pool.regions]
-        if missing:
-            raise ConfigError("the pool must name the staging memory: see StagingMemory.added_to")
         self._memory = memory
         self._local = local
         self._links = links
@@ -120,13 +117,16 @@ class Staging:
         estimate = route.estimate(tag, **lengths)
         return self._memory.cost.choose(estimate) == "staged"
 
-    def check_reader(self, pairing: Pairing, route: Route, hello: Hello) -> None:
+    def check_reader(self, peer: Peer, pairing: Pairing, route: Route, hello: Hello) -> None:
         """LayoutMismatch where what must be staged fits into no buffer, or no region there."""
         limits = (self._memory.buffer_nbytes, _offered(hello))
         for tag in _full_chunks(pairing, self._local.rank_id, route.dst_rank_id):
             nbytes = staged_nbytes(route, tag, decode_prefix_len=0, num_tokens=pairing.grid)
             if nbytes > min(limits):
+                ranks = self._links.peers.of_engine(peer.key[0])
+                able = [p.rank_id for p in ranks if nbytes <= _offered(p.hello)] or "none"
                 reason = f"a transfer chunk that is converted has {nbytes} bytes"
+                reason += f"; ranks with regions for it: {able}"
                 raise LayoutMismatch("staging", *limits, reason)
 
     # -- what a writer does -----------------------------------------------------------------------

@@ -46,6 +46,10 @@ class CpuKernels:
     ) -> None:
         self._src, self._dst = src, dst
 
+    def reaches(self, device: str) -> bool:
+        """Host memory alone."""
+        return device == "cpu"
+
     def copy(self, copies: Sequence[TableCopy]) -> Done:
         """See `CopyKernels.copy`."""
         for copy in copies:

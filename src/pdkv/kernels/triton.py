@@ -70,6 +70,12 @@ class TritonKernels:
         self._block = block
         self._launcher = launcher or TritonLauncher(block, max_programs)
 
+    def reaches(self, device: str) -> bool:
+        """The kernels' own device, and host memory, which the engine must have pinned."""
+        other = torch.device(device)
+        is_same = None in (other.index, self._device.index) or other.index == self._device.index
+        return other.type == "cpu" or (other.type == self._device.type and is_same)
+
     def copy(self, copies: Sequence[TableCopy]) -> ReadyEvent:
         """See `CopyKernels.copy`."""
         for copy in copies:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
+from pdkv._claims import claim, release
 from pdkv.errors import PdkvError, RemoteProtocolError
 from pdkv.interfaces import ControlChannel
 from pdkv.rendezvous.limits import RendezvousLimits
@@ -58,6 +59,7 @@ class RendezvousServer:
         self.num_malformed = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
+        claim(control, "control", self)
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-rendezvous", daemon=True)
             self._thread.start()
@@ -113,6 +115,7 @@ class RendezvousServer:
         if self._prober is not None:
             self._prober.close()
         self._control.close()
+        release(self._control, "control", self)
 
     def _is_tick_due(self, now: float) -> bool:
         return now - self._ticked_at >= self._limits.beat_s / 4
