@@ -218,7 +218,8 @@ def test_a_group_gathers_its_votes_once_a_round() -> None:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
+        with pytest.raises(ConfigError, match="gather their votes"):
+            AsyncEndpoint(ranks[0].endpoint)
+
     asyncio.run(main())
-    with pytest.raises(ConfigError, match="gather their votes"):
-        AsyncEndpoint(DecodeEndpoint(pair.decode_nodes[0]))
     pair.close()

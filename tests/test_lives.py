@@ -256,7 +256,7 @@ def test_endpoints_and_incarnations_of_a_former_life_are_not_used_again(world: W
     with pytest.raises(ConfigError, match="new incarnation"):
         node.wake(pool=pool.layout(aux), aux=aux, incarnation=old_life)
     with pytest.raises(ConfigError, match="sleeps"):
-        PrefillEndpoint(node).open(5, 16)
+        old_endpoint.open(5, 16)
     wake(world, prefill, 77)
     with pytest.raises(ConfigError, match="drains"):
         old_endpoint.open(5, 16)

@@ -8,25 +8,34 @@ from __future__ import annotations
 
 from pdkv.errors import ConfigError
 
-__all__ = ["claim", "release"]
+__all__ = ["Claims"]
 
 
-def claim(resource: object, what: str, owner: object) -> None:
-    """Mark `resource`, which is a `what`, as the owner's; ConfigError where it is another's."""
-    marks = getattr(resource, "__dict__", None)
-    if marks is None:
-        return
-    holder = marks.setdefault(_mark(what), owner)  # one step, so that of two threads one is told
-    if holder is not owner:
-        kind = type(holder).__name__
-        raise ConfigError(f"this {what} is in use by another {kind}: close that, or make one more")
+class Claims:
+    """What one owner has to itself until it lets go."""
 
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+        self._held: list[tuple[str, object]] = []
 
-def release(resource: object, what: str, owner: object) -> None:
-    """Take the owner's mark away; another's stays."""
-    marks = getattr(resource, "__dict__", None)
-    if marks is not None and marks.get(_mark(what)) is owner:
-        del marks[_mark(what)]
+    def take(self, what: str, resource: object) -> None:
+        """Mark `resource`, which is a `what`, as mine; ConfigError where it is another's."""
+        marks = getattr(resource, "__dict__", None)
+        if marks is None:
+            return
+        # One step, so that of two threads one is told.
+        holder = marks.setdefault(_mark(what), self._owner)
+        if holder is not self._owner:
+            kind = type(holder).__name__
+            raise ConfigError(f"this {what} is in use by another {kind}: close that, or make one")
+        self._held.append((what, resource))
+
+    def let_go(self, *kinds: str) -> None:
+        """Of these, or of everything."""
+        for what, resource in self._held:
+            if what in kinds or not kinds:
+                vars(resource).pop(_mark(what), None)
+        self._held = [held for held in self._held if kinds and held[0] not in kinds]
 
 
 def _mark(what: str) -> str:

@@ -10,12 +10,13 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from pdkv._claims import claim, release
+from pdkv._claims import Claims
 from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.observe import Health, WaitingRequest
+from pdkv.plan import highest_id
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
@@ -53,15 +54,14 @@ def as_ids(ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
         raise ConfigError(f"page ids must be one row of integers, got {given.dtype} {given.shape}")
     row = given.astype(np.int32)
-    if given.dtype != np.int32 and not np.array_equal(row, given):
+    if given.dtype != np.int32 and not (row == given).all():
         raise ConfigError("page ids must be int32")
     return row
 
 
 def check_in_pool(ids: npt.NDArray[np.signedinteger[Any]], num_pages: int) -> None:
     """ConfigError for an id outside [0, num_pages)."""
-    # Seen as unsigned, a negative id is larger than any other.
-    if ids.size and int(ids.view(f"u{ids.itemsize}").max()) >= num_pages:
+    if highest_id(ids) >= num_pages:
         raise ConfigError(f"page ids must lie in [0, {num_pages})")
 
 
@@ -74,8 +74,8 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._core = node.core  # of the life that this endpoint belongs to
-        self._side = f"{self._role} side of a node"
-        claim(self._core, self._side, self)  # two would take each other's news
+        self._claims = Claims(self)
+        self._claims.take(f"{self._role} side of a node", self._core)  # two would share its news
         self._is_closed = False
         self._gate = Gate()
         self._exposed: dict[Identity | int, list[npt.NDArray[np.int32]]] = {}
@@ -197,7 +197,7 @@ class Endpoint:
 
     def _leave(self) -> None:
         if self._is_closed and not self._gate:
-            release(self._core, self._side, self)
+            self._claims.let_go()
 
     def _admit(self) -> None:
         if self._is_draining or self.node.core is not self._core or self.node.is_asleep:

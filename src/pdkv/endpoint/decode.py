@@ -211,7 +211,7 @@ class DecodeEndpoint(Endpoint):
         decode_prefix_len = as_int("decode_prefix_len", decode_prefix_len)
         aux_index = as_int("aux_index", aux_index)
         self._check_aux(aux_index)
-        pages = as_ids(page_ids).astype(np.int64)
+        pages = as_ids(page_ids)
         if pairing is not None:
             self._check(pairing, num_tokens, decode_prefix_len, pages, state_ids)
         request = ReceiverRequest(
@@ -223,7 +223,7 @@ class DecodeEndpoint(Endpoint):
             dst_aux_index=aux_index,
         )
         self.node.aux.clear(aux_index)
-        return request, pages.astype(np.int32)
+        return request, pages
 
     def _start(
         self,
@@ -251,7 +251,7 @@ class DecodeEndpoint(Endpoint):
         pairing: Pairing,
         num_tokens: int,
         decode_prefix_len: int,
-        page_ids: npt.NDArray[np.int64],
+        page_ids: npt.NDArray[np.int32],
         state_ids: Sequence[_Ids],
     ) -> None:
         node = self.node

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from pdkv.endpoint.events import (
     Allocated,
@@ -33,8 +34,7 @@ _MAX_DOOMED = 4096
 _POLLS = {int(poll): poll for poll in KVPoll}
 
 
-@dataclass(frozen=True)
-class GateOrder:
+class GateOrder(msgspec.Struct, frozen=True):
     """What the node must be told after verdicts: `bind`, `allocate`, `cancel` or `forget`."""
 
     verb: str
@@ -45,8 +45,7 @@ class GateOrder:
     recompute: bool = False
 
 
-@dataclass
-class _Entry:
+class _Entry(msgspec.Struct, eq=False):
     ref: Identity | int
     key: Key
     terms: tuple[int, int]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from pdkv.endpoint.peers import Peer
 from pdkv.endpoint.prepared import Indexed
@@ -19,8 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["Lane", "Write"]
 
 
-@dataclass(eq=False)
-class Write:
+class Write(msgspec.Struct, eq=False):
     """One tag to one reader, in parts. The last part carries the notification, and is posted when
     all others are complete: engines complete posts in any order. `rider`: the aux row of the same
     request, whose run is the end of the last part."""
@@ -102,9 +102,8 @@ class Write:
         return self.parts is not None and len(self.parts) == 1 and self.num_in_flight > 0
 
 
-@dataclass(eq=False)
-class Lane:
+class Lane(msgspec.Struct, eq=False):
     """What is to go to one peer, oldest first."""
 
-    pending: deque[Write] = field(default_factory=deque)
+    pending: deque[Write] = msgspec.field(default_factory=deque)
     num_in_flight: int = 0

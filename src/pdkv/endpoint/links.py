@@ -9,7 +9,7 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
-from pdkv.endpoint.peers import Peer, PeerKey, PeerState, PeerTable
+from pdkv.endpoint.peers import DECODE_PREFIX, Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
 from pdkv.endpoint.settings import check_reachable
 from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
@@ -29,13 +29,12 @@ from pdkv.protocol import (
 )
 from pdkv.rendezvous import EngineRecord
 
-__all__ = ["CAPABILITIES", "DECODE_PREFIX", "Links"]
+__all__ = ["CAPABILITIES", "Links"]
 
 _log = logging.getLogger("pdkv")
 _MAX_REFUSALS = 64
 _LAST_EPOCH = 1 << 48  # of a life that is over and has forgotten its own
 
-DECODE_PREFIX = "decode_prefix"  # I leave out what the reader holds already
 JOINED_NOTIFICATIONS = "joined_notifications"  # a write may carry several tags
 CAPABILITIES = (DECODE_PREFIX, JOINED_NOTIFICATIONS)
 

@@ -20,7 +20,7 @@ from typing import Any, Self
 
 import msgspec
 
-from pdkv._claims import claim, release
+from pdkv._claims import Claims
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change
 from pdkv.endpoint.records import LocalRank, Planner
@@ -94,15 +94,16 @@ class Node:
         self._stepper = threading.get_ident()  # whose thread makes progress, without an own one
         self._staging = staging
         self.recorder = recorder
-        self._held: list[tuple[str, object]] = []
+        # Two nodes over one of these would take each other's frames, completions or regions.
+        self._claims = Claims(self)
         try:
-            self._hold("backend", backend)
-            self._hold("control", control)
-            self._hold("staging", staging)
-            self._hold("recorder", recorder)
+            self._claims.take("backend", backend)
+            self._claims.take("control", control)
+            self._claims.take("staging", staging)
+            self._claims.take("recorder", recorder)
             self._begin(pool, aux, incarnation)
         except BaseException:
-            self._let_go()
+            self._claims.let_go()
             raise
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
@@ -112,19 +113,6 @@ class Node:
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-node", daemon=True)
             self._thread.start()
-
-    def _hold(self, what: str, resource: object) -> None:
-        """Two nodes over one of these would take each other's frames, completions or regions."""
-        if resource is not None:
-            claim(resource, what, self)
-            self._held.append((what, resource))
-
-    def _let_go(self, *kinds: str) -> None:
-        """These, or everything."""
-        for what, resource in self._held:
-            if what in kinds or not kinds:
-                release(resource, what, self)
-        self._held = [held for held in self._held if kinds and held[0] not in kinds]
 
     def __enter__(self) -> Self:
         return self
@@ -306,7 +294,7 @@ class Node:
     def _fall_asleep(self, now: float) -> None:
         self.core.sleep(now)
         self._backend.deregister(self.pool.regions)
-        self._let_go("aux")
+        self._claims.let_go("aux")
 
     @property
     def is_asleep(self) -> bool:
@@ -337,11 +325,11 @@ class Node:
             planner=self.planner,
             former=frozenset(self._lives),
         )
-        self._hold("aux", aux)
+        self._claims.take("aux", aux)
         try:
             self._backend.register(pool.regions)
         except BaseException:
-            self._let_go("aux")
+            self._claims.let_go("aux")
             raise
         try:
             self.core = NodeCore(
@@ -355,7 +343,7 @@ class Node:
             )
         except BaseException:
             self._backend.deregister(pool.regions)
-            self._let_go("aux")
+            self._claims.let_go("aux")
             raise
         self._lives.add(incarnation)
         self.pool, self.aux, self.incarnation = pool, aux, incarnation
@@ -370,7 +358,7 @@ class Node:
             self._thread.join(timeout=10.0)
         self._control.close()
         self._backend.close()
-        self._let_go()
+        self._claims.let_go()
 
     def _run(self) -> None:
         """Nap while bytes may move, a tenth of how long nothing has; wait for a frame otherwise.

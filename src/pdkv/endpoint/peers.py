@@ -15,9 +15,11 @@ from pdkv.endpoint.prepared import PeerLists
 from pdkv.plan import Pairing, Route
 from pdkv.protocol import Frame, Hello, Identity
 
-__all__ = ["Peer", "PeerKey", "PeerState", "PeerTable"]
+__all__ = ["DECODE_PREFIX", "Peer", "PeerKey", "PeerState", "PeerTable"]
 
 PeerKey = tuple[bytes, int]
+
+DECODE_PREFIX = "decode_prefix"  # I leave out what the reader holds already
 
 
 class PeerState(enum.Enum):
@@ -59,6 +61,11 @@ class Peer:
     their_epoch: int = 0
     their_sequence: int = 0
     requests: set[Identity] = field(default_factory=set)
+
+    @property
+    def takes_prefix(self) -> bool:
+        """Whether it leaves out what the reader holds already."""
+        return self.hello is not None and DECODE_PREFIX in self.hello.capabilities
 
     @property
     def rank_id(self) -> int:

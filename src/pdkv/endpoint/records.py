@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from pdkv.endpoint.events import Change
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
@@ -44,8 +46,7 @@ class LocalRank:
     former: frozenset[bytes] = frozenset()
 
 
-@dataclass(eq=False)
-class Receiving:
+class Receiving(msgspec.Struct, eq=False):
     """A receiver machine and what the node keeps beside it."""
 
     machine: ReceiverMachine
@@ -55,11 +56,11 @@ class Receiving:
     num_tokens: int = 0
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
-    stages_with: set[int] = field(default_factory=set)
+    stages_with: set[int] = msgspec.field(default_factory=set)
     timeline: RequestTimeline | None = None  # None: nobody watches
     # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
     word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
-    heard: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    heard: dict[int, tuple[int, int, int]] = msgspec.field(default_factory=dict)
     version: int = 0
 
     @property
@@ -96,8 +97,7 @@ class Receiving:
         )
 
 
-@dataclass(eq=False)
-class Sending:
+class Sending(msgspec.Struct, eq=False):
     """A sender machine and what the node keeps beside it."""
 
     handle: int
@@ -108,7 +108,7 @@ class Sending:
     timeline: RequestTimeline | None = None  # None: nobody watches
     # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
     word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
-    heard: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    heard: dict[int, tuple[int, int, int]] = msgspec.field(default_factory=dict)
     version: int = 0
     num_computed: int = 0
 
@@ -180,8 +180,7 @@ def _note_times(stats: TransferStats, machine: Machine, now: float) -> None:
         stats.concluded_at = stats.concluded_at or now
 
 
-@dataclass(frozen=True)
-class Tombstone:
+class Tombstone(msgspec.Struct, frozen=True):
     """What stays of a sender: the outcome of exactly this identity. A cause that is None, and no
     other, says that all was sent.
 
@@ -194,7 +193,7 @@ class Tombstone:
     num_tokens: int = 0
     covered: int = 0
     is_recompute: bool = False
-    staged: Mapping[int, tuple[tuple[int, int], ...]] = field(default_factory=dict)
+    staged: Mapping[int, tuple[tuple[int, int], ...]] = msgspec.field(default_factory=dict)
 
 
 @dataclass

@@ -13,7 +13,7 @@ from functools import partial
 from pdkv.endpoint.alarms import Alarms
 from pdkv.endpoint.events import Change
 from pdkv.endpoint.hearsay import note_event, standing
-from pdkv.endpoint.links import DECODE_PREFIX, Links
+from pdkv.endpoint.links import Links
 from pdkv.endpoint.observing import Observing
 from pdkv.endpoint.peers import Peer, PeerKey, PeerState
 from pdkv.endpoint.quarantine import Quarantine
@@ -56,10 +56,6 @@ _TICK = Tick()
 _MAX_FAILED_JOURNALS = 16
 
 
-def _takes_prefix(peer: Peer) -> bool:
-    return peer.hello is not None and DECODE_PREFIX in peer.hello.capabilities
-
-
 class Requests:
     """Receivers by identity, senders by handle; `rooms` is what peers ask the senders for."""
 
@@ -94,27 +90,33 @@ class Requests:
 
     def run(self, now: float) -> None:
         """Feed everything that waits in the inbox."""
-        while self.inbox:
-            owner, event = self.inbox.popleft()
-            self._feed(owner, event, now)
+        inbox = self.inbox
+        while inbox:
+            owner, event = inbox.popleft()
+            self._take(owner, event, now)
+            # A write and the row that went along end together: their news is one.
+            if not inbox or inbox[0][0] is not owner:
+                self._follow(owner, now)
 
     def _feed(self, owner: Receiving | Sending, event: Event, now: float) -> None:
-        """Run one event through a machine, carry its actions out, report what changed."""
-        machine = owner.machine
+        """One event, and what has changed with it."""
+        self._take(owner, event, now)
+        self._follow(owner, now)
+
+    def _take(self, owner: Receiving | Sending, event: Event, now: float) -> None:
+        """Run one event through a machine, and carry its actions out."""
         note_event(owner, event)
         if self.staging is not None and isinstance(owner, Receiving):
             for first in self.staging.before(owner, event, self.receivers):
                 self._feed(owner, first, now)
         try:
-            actions = machine.handle(event, now)
-            for action in actions:
+            for action in owner.machine.handle(event, now):
                 self._carry_out(owner, action, now)
         except Exception as error:  # this request is broken; the others go on
             self._counters["broken_requests"] += 1
-            fields = identity_fields(machine.identity)
-            _log.exception("request failed inside pdkv\n%s", machine.story(), extra=fields)
+            fields, story = identity_fields(owner.machine.identity), owner.machine.story()
+            _log.exception("request failed inside pdkv\n%s", story, extra=fields)
             self.inbox.append((owner, Cancel(f"{type(error).__name__}: {error}")))
-        self._follow(owner, now)
 
     def _follow(self, owner: Receiving | Sending, now: float) -> None:
         """Where a machine stands now: its next deadline, its memory, and news for the gate."""
@@ -125,7 +127,7 @@ class Requests:
             self.changes.append(change)
             if machine.memory is Memory.DRAINING:
                 self.quarantine.add(owner.ref, owner.engine)
-            else:
+            elif self.quarantine:
                 self.quarantine.drop(owner.ref)
             if self.staging is not None and machine.poll.is_terminal:
                 self.staging.drop(owner)
@@ -210,7 +212,7 @@ class Requests:
         if owner is not None:
             for rank_id in owner.machine.peers:
                 peer = self._links.get((owner.engine, rank_id))
-                if request.decode_prefix_len and peer and peer.hello and not _takes_prefix(peer):
+                if request.decode_prefix_len and peer and peer.hello and not peer.takes_prefix:
                     self.inbox.append((owner, self._no_prefix(peer, request.decode_prefix_len)))
             self._feed(owner, Allocate(request), now)
             if self.staging is not None:
@@ -365,14 +367,12 @@ class Requests:
         """The peer may be asked; or why not, where the request needs what it has not got."""
         request = owner.machine.request
         prefix = request.decode_prefix_len if request is not None else 0
-        if not prefix or _takes_prefix(peer):
-            return PeerReady(peer.rank_id)
-        return self._no_prefix(peer, prefix)
+        is_able = not prefix or peer.takes_prefix
+        return PeerReady(peer.rank_id) if is_able else self._no_prefix(peer, prefix)
 
     def _no_prefix(self, peer: Peer, prefix: int) -> PeerFailed:
-        ranks = self._links.peers.of_engine(peer.key[0])
-        others = [p.rank_id for p in ranks if _takes_prefix(p)] or "none"
-        cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: {others}"
+        able = [p.rank_id for p in self._links.peers.of_engine(peer.key[0]) if p.takes_prefix]
+        cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: {able or 'none'}"
         return PeerFailed(peer.rank_id, cause)
 
     def _is_live(self, owner: Receiving | Sending) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,10 +17,20 @@ from pdkv.errors import ConfigError
 from pdkv.plan.runs import FEW, RunBuffer
 from pdkv.plan.tokens import Ints, Paged, Segments, Steps
 
-__all__ = ["PageIds", "PageTable", "Placed", "are_distinct", "as_ids", "place", "require_distinct"]
+__all__ = [
+    "PageIds",
+    "PageTable",
+    "Placed",
+    "are_distinct",
+    "as_ids",
+    "highest_id",
+    "place",
+    "require_distinct",
+]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
 _INT64 = np.dtype(np.int64)
+_UNSIGNED = {np.dtype(t).itemsize: np.dtype(t) for t in (np.uint8, np.uint16, np.uint32, np.uint64)}
 # A buffer keeps 2 bytes for each page, which hold the index of an id. Beyond, ids are sorted.
 _MAX_NOTED_PAGES, _MAX_NOTED_IDS = 1 << 25, 1 << 16
 
@@ -75,10 +85,7 @@ class PageTable:
 
     def _check(self, ids: Ints) -> None:
         """ConfigError for an id that is not in the pool."""
-        # Seen as unsigned, a negative id is larger than any other: one pass checks both ends.
-        seen = ids.view(np.uint64)
-        most = max(seen.tolist()) if len(seen) <= FEW else np.maximum.reduce(seen)
-        if most >= self.num_pages:
+        if highest_id(ids) >= self.num_pages:
             bad = int(ids[(ids < 0) | (ids >= self.num_pages)][0])
             what = "is not known" if bad == -1 else f"is outside of {self.num_pages} pages"
             raise ConfigError(f"{self.side}_page_ids: id {bad} of a page that is needed {what}")
@@ -110,6 +117,15 @@ def place(
     dst_pages, dst_offsets = dst.find(dst_ids, cut)
     dst.require_distinct(dst_ids, cut, buffer)
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length, cut.steps)
+
+
+def highest_id(ids: npt.NDArray[np.signedinteger[Any]]) -> int:
+    """The largest of signed ids, where a negative one is larger than any other, so that one
+    comparison checks both ends; -1 of none."""
+    if not len(ids):
+        return -1
+    seen = ids.view(_UNSIGNED[ids.itemsize])
+    return max(seen.tolist()) if len(seen) <= FEW else int(np.maximum.reduce(seen))
 
 
 def are_distinct(

@@ -17,6 +17,7 @@ from msgspec import Meta
 
 from pdkv.errors import ConfigError
 from pdkv.layout import EngineLayout, PoolLayout
+from pdkv.plan import highest_id
 from pdkv.protocol.words import (
     MAX_TAGS,
     MAX_WAITING,
@@ -366,7 +367,7 @@ def pack_page_ids(ids: Sequence[int] | npt.NDArray[Any]) -> bytes:
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ConfigError(f"page ids must be one row of integers, got {array.dtype} {array.shape}")
-    # Seen as unsigned, a negative id is larger than any other.
-    if array.size and int(array.astype(np.int64, copy=False).view(np.uint64).max()) >= 1 << 31:
+    wide = array if array.itemsize >= 4 else array.astype(np.int64)
+    if array.size and highest_id(wide) >= 1 << 31:
         raise ConfigError("page ids must lie in [0, 2**31)")
     return array.astype("<i4").tobytes()

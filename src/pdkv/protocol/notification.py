@@ -58,16 +58,27 @@ def decode_notifications(data: bytes) -> tuple[Notification, ...]:
     num, rest = divmod(len(data), NOTIFICATION_NBYTES)
     if rest or not 0 < num <= MAX_JOINED:
         raise RemoteProtocolError(f"not a notification: {len(data)} bytes")
-    starts = range(0, len(data), NOTIFICATION_NBYTES)
-    return tuple(decode_notification(data[at : at + NOTIFICATION_NBYTES]) for at in starts)
+    return tuple([_notification(*fields) for fields in _NOTIFICATION.iter_unpack(data)])
 
 
 def decode_notification(data: bytes) -> Notification:
     """The inverse; RemoteProtocolError for anything that is not exactly one notification."""
-    if len(data) != NOTIFICATION_NBYTES or data[:4] != _MAGIC:
+    if len(data) != NOTIFICATION_NBYTES:
         raise RemoteProtocolError(f"not a notification: {len(data)} bytes")
-    _, room, attempt, incarnation, writer, component, chunk, staged = _NOTIFICATION.unpack(data)
-    if staged > 1:
+    return _notification(*_NOTIFICATION.unpack(data))
+
+
+def _notification(
+    magic: bytes,
+    room: int,
+    attempt: int,
+    incarnation: bytes,
+    writer: int,
+    component: int,
+    chunk: int,
+    staged: int,
+) -> Notification:
+    if magic != _MAGIC or staged > 1:
         raise RemoteProtocolError("notification with impossible values")
     return Notification(
         Identity(room, attempt, incarnation), Tag(writer, component, chunk), bool(staged)

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Self
 
-from pdkv._claims import claim, release
+from pdkv._claims import Claims
 from pdkv.errors import ConfigError, PdkvError, RemoteProtocolError
 from pdkv.interfaces import ControlChannel
 from pdkv.rendezvous.limits import RendezvousLimits
@@ -58,7 +58,8 @@ class RendezvousClient:
         self._closing = threading.Event()
         self._answered = threading.Event()
         self._thread: threading.Thread | None = None
-        claim(control, "control", self)
+        self._claims = Claims(self)
+        self._claims.take("control", control)
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-directory", daemon=True)
             self._thread.start()
@@ -133,7 +134,7 @@ class RendezvousClient:
         if self._thread is not None:
             self._thread.join(timeout=10.0)
         self._control.close()
-        release(self._control, "control", self)
+        self._claims.let_go()
 
     # -- beyond a Directory -----------------------------------------------------------------------
 

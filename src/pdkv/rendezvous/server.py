@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from typing import Self
 
-from pdkv._claims import claim, release
+from pdkv._claims import Claims
 from pdkv.errors import PdkvError, RemoteProtocolError
 from pdkv.interfaces import ControlChannel
 from pdkv.rendezvous.limits import RendezvousLimits
@@ -59,7 +59,8 @@ class RendezvousServer:
         self.num_malformed = 0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
-        claim(control, "control", self)
+        self._claims = Claims(self)
+        self._claims.take("control", control)
         if threaded:
             self._thread = threading.Thread(target=self._run, name="pdkv-rendezvous", daemon=True)
             self._thread.start()
@@ -115,7 +116,7 @@ class RendezvousServer:
         if self._prober is not None:
             self._prober.close()
         self._control.close()
-        release(self._control, "control", self)
+        self._claims.let_go()
 
     def _is_tick_due(self, now: float) -> bool:
         return now - self._ticked_at >= self._limits.beat_s / 4

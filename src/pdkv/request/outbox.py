@@ -113,14 +113,18 @@ class Outbox:
     @property
     def due_at(self) -> float:
         """When the first tag that waits for a grant goes without one."""
+        if not self._waiting:
+            return math.inf
         since = [at for key, at in self._waiting.items() if key not in self._only_staged]
         return min(since, default=math.inf) + self._limits.staging_wait_s
 
     def without_region(self) -> tuple[dict[int, int], float]:
         """How many tags wait for a region, by reader, and since when the oldest does (infinity
         without one)."""
+        if not self._waiting:
+            return {}, math.inf
         found = Counter(peer for peer, _ in self._waiting)
-        return dict(found), min(self._waiting.values(), default=math.inf)
+        return dict(found), min(self._waiting.values())
 
     def busy_peers(self) -> set[int]:
         """Readers with a write in flight."""
