@@ -6,6 +6,7 @@ some write past a region. Refuses to know what a region is for. Not a plug: nump
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Iterable, Sequence
 
@@ -62,23 +63,42 @@ class RegionTable:
 
         Raises TransferError, naming `side`, for the first run that no single region holds.
         """
+        if len(addresses) <= FEW:
+            return self._locate_few(addresses.tolist(), nbytes.tolist(), side)
         # Number 0 stands for "before every region": it ends at 0, so nothing is inside. Sizes are
         # compared with what is left of the region, since address + nbytes can wrap.
         number = self._starts.searchsorted(addresses, side="right")
         end = self._ends[number]
         inside = (addresses <= end) & (nbytes <= end - addresses)
-        if not all(inside.tolist() if len(inside) <= FEW else (inside.all(),)):
+        if not inside.all():
             i = int(np.argmin(inside))
-            raise TransferError(
-                f"{side}: run {i} (address {int(addresses[i]):#x}, {int(nbytes[i])} bytes) "
-                "lies in no single registered region"
-            )
+            raise _outside(side, i, int(addresses[i]), int(nbytes[i]))
         return number - 1
+
+    def _locate_few(
+        self, addresses: list[int], nbytes: list[int], side: str
+    ) -> npt.NDArray[np.intp]:
+        """The same by numbers of Python's, which don't wrap: a third of the time for a few."""
+        found = []
+        for i, (address, size) in enumerate(zip(addresses, nbytes, strict=True)):
+            index = bisect.bisect_right(self._few_starts, address) - 1
+            if index < 0 or address + size > self._regions[index].end:
+                raise _outside(side, i, address, size)
+            found.append(index)
+        return np.array(found, np.intp)
 
     def _set(self, regions: list[MemoryRegion]) -> None:
         self._regions = tuple(regions)
+        self._few_starts = [r.address for r in regions]
         self._starts = np.array([r.address for r in regions], np.uint64)
         self._ends = np.array([0, *(r.end for r in regions)], np.uint64)
+
+
+def _outside(side: str, i: int, address: int, nbytes: int) -> TransferError:
+    return TransferError(
+        f"{side}: run {i} (address {address:#x}, {nbytes} bytes) "
+        "lies in no single registered region"
+    )
 
 
 class Registrations:

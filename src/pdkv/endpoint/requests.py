@@ -372,8 +372,8 @@ class Requests:
 
     def _no_prefix(self, peer: Peer, prefix: int) -> PeerFailed:
         able = [p.rank_id for p in self._links.peers.of_engine(peer.key[0]) if p.takes_prefix]
-        cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: {able or 'none'}"
-        return PeerFailed(peer.rank_id, cause)
+        cause = f"can't leave out the {prefix} tokens that decode holds; ranks that can: "
+        return PeerFailed(peer.rank_id, f"{cause}{able or 'none'}")
 
     def _is_live(self, owner: Receiving | Sending) -> bool:
         if isinstance(owner, Receiving):

@@ -28,6 +28,8 @@ from pdkv.plan.tokens import Ints
 
 __all__ = ["Block", "Group", "Pieces", "flat_index", "groups"]
 
+_UINT64 = np.dtype(np.uint64)
+
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
@@ -169,6 +171,11 @@ class Block(NamedTuple):
 
     def runs(self) -> Runs:
         """Every run, piece by piece."""
+        if len(self.src_offsets) == 1:  # one page, or pages that follow each other
+            src, dst = self.pieces.src + self.src_offsets, self.pieces.dst + self.dst_offsets
+            nbytes = np.empty(len(src), np.int64)
+            nbytes[:] = self.nbytes
+            return Runs(src.view(_UINT64), dst.view(_UINT64), nbytes.view(_UINT64))
         src = self.pieces.src[:, None] + self.src_offsets
         dst = self.pieces.dst[:, None] + self.dst_offsets
         nbytes = np.empty(src.shape, np.int64)

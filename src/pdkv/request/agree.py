@@ -79,15 +79,16 @@ _FAILED = KVPoll.Failed
 
 
 def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
-    """Fold the votes of all ranks, one mapping per rank, into verdicts in key order.
+    """Fold the votes of all ranks, one mapping per rank, into verdicts in an
+    order that all ranks share.
 
     A key unknown on some rank is undecided, but Failed absorbs unknown. Success needs all ranks;
     memory is released when every rank has it quiet, and an allocation is where the last rank is.
     A failure that is more than an eviction gives the cause. One unhealthy rank makes the group so.
     """
-    keys: Collection[Key] = votes[0] if len(votes) == 1 else {k for rank in votes for k in rank}
-    if len(keys) > 1:
-        keys = sorted(keys, key=_order)
+    keys: Collection[Key] = votes[0]
+    if len(votes) > 1:
+        keys = sorted({k for rank in votes for k in rank}, key=_order)
     verdicts = []
     for key in keys:
         verdict = _fold(key, [rank[key] for rank in votes if key in rank], len(votes))
