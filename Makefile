@@ -17,7 +17,7 @@ demo: $(STAMP)  ## one real conversation, prefill and decode in separate process
 	@$(BIN)/python examples/llama/demo.py
 
 test: $(STAMP)  ## the ordinary suite, under five minutes
-	@$(BIN)/python -m pytest -q -m "not check"
+	@$(BIN)/python -m pytest -q -m "not check" -n 2 --dist loadgroup
 
 .venv-vllm/.installed: integrations/vllm/scripts/setup integrations/vllm/pyproject.toml
 	@integrations/vllm/scripts/setup "$(PYTHON)" .venv-vllm .cache/vllm
