@@ -23,6 +23,7 @@ LAYERS = {
     "layout": 0,
     "_claims": 0,
     "_differences": 0,
+    "_values": 0,
     "heads": 1,
     "plan": 1,
     "protocol": 2,

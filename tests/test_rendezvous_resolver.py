@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import msgspec
+import numpy as np
 import pytest
 
 from pdkv.errors import ConfigError
@@ -164,3 +169,69 @@ def test_a_static_directory_learns_rooms_from_claims() -> None:
     assert isinstance(directory.resolve([RouteQuery("p", 8)])[0], Pending)
     directory.set_engines([])
     assert not directory.engines()
+
+
+BAD_ROOMS: list[Any] = ["7", 1.5, None, True, 1 << 63, -(1 << 63) - 1]
+
+
+@pytest.mark.parametrize("room", BAD_ROOMS, ids=repr)
+def test_what_is_no_room_is_refused_where_it_is_said(room: Any) -> None:
+    with pytest.raises(ConfigError, match="room"):
+        RouteQuery("p", room)
+    directory = StaticDirectory()
+    directory.publish(rank())
+    for say in (directory.claim, directory.release):
+        with pytest.raises(ConfigError, match="room"):
+            say([1, room])
+        with pytest.raises(ConfigError, match="rooms must be several"):
+            say(room if isinstance(room, str) else 7)  # type: ignore[arg-type]
+
+
+def test_a_room_may_be_an_integer_of_numpy() -> None:
+    query = RouteQuery("p", np.int64(7))  # type: ignore[arg-type]
+    assert type(query.room) is int
+
+
+@pytest.mark.parametrize("queries", [RouteQuery("p", 1), [("p", 1)], [None]], ids=repr)
+def test_what_is_no_list_of_queries_is_refused(queries: Any) -> None:
+    with pytest.raises(ConfigError, match="list of RouteQuery"):
+        StaticDirectory([engine()]).resolve(queries)
+
+
+BAD_RECORDS: list[tuple[str, dict[str, Any]]] = [
+    ("one per rank", {"addresses": "a"}),
+    ("address must be a string", {"addresses": (5,)}),
+    ("16 bytes", {"incarnation": "x" * 16}),
+    ("16 bytes", {"incarnation": bytearray(16)}),
+    ("engine_id must", {"engine_id": 5}),
+    ("at most 256", {"engine_id": "p" * 257}),
+    ("topology_epoch must lie", {"topology_epoch": -1}),
+    ("topology_epoch must be", {"topology_epoch": "1"}),
+    ("generation must be", {"generation": 1.5}),
+    ("dp_rank must be", {"dp_rank": "0"}),
+    ("dp_rank 1 of", {"dp_rank": 1}),
+    ("dp_by_room", {"dp_by_room": "yes"}),
+    ("EngineLayout", {"layout": None}),
+]
+
+
+@pytest.mark.parametrize(("words", "fields"), BAD_RECORDS, ids=lambda v: str(v)[:24])
+def test_a_record_that_no_peer_would_read_is_not_made(words: str, fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=words):
+        msgspec.structs.replace(engine(), **fields)
+    if "addresses" not in fields:
+        with pytest.raises(ConfigError, match=words):
+            msgspec.structs.replace(rank(), **fields)
+
+
+def test_addresses_may_come_as_a_list() -> None:
+    record = msgspec.structs.replace(engine(), addresses=["tcp://a"])
+    assert hash(record.addresses) == hash(("tcp://a",))
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, "1", None, True])
+def test_limits_of_rendezvous_are_numbers_with_an_end(value: Any) -> None:
+    with pytest.raises(ConfigError, match="limit room_s must be"):
+        RendezvousLimits(room_s=value)
+    with pytest.raises(ConfigError, match="limit max_rooms must be"):
+        RendezvousLimits(max_rooms=value)

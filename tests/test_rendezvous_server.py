@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -420,3 +422,37 @@ def test_a_client_that_owes_nothing_rests_until_its_next_beat() -> None:
     session.handle(Claimed(server_life, claims.number), 10.4)
     session.tick(11.5)
     assert session.rest_s(11.6) == pytest.approx(0.9)
+
+
+@pytest.mark.parametrize("bad", [["x"], [1.5], [1 << 70], [None], "78", 5], ids=repr)
+def test_a_claim_that_is_none_spoils_no_other(fleet: Fleet, bad: Any) -> None:
+    fleet.start_server()
+    server = fleet.server
+    assert server is not None
+    prefill, decode = fleet.client("p"), fleet.client("d")
+    prefill.publish(rank(dp_size=2))
+    other = fleet.client("p1")
+    other.publish(rank(dp_rank=1, dp_size=2))
+    fleet.run(1.5)
+    for say in (prefill.claim, prefill.release):
+        with pytest.raises(ConfigError, match="room"):
+            say(bad)
+    with pytest.raises(ConfigError, match="list of strings"):
+        prefill.cannot_hear("x" if bad in (["x"], 5) else bad)
+    for record in (None, engine()):
+        with pytest.raises(ConfigError, match="publishes a RankRecord"):
+            prefill.publish(record)  # type: ignore[arg-type]
+    prefill.claim([8])
+    resolve(decode, 8)
+    fleet.run(1.5)
+    assert resolve(decode, 8) == engine(dp_size=2)
+    assert server.num_malformed == 0
+    assert not prefill.problems()
+    assert prefill.is_registered
+
+
+def test_a_client_with_a_thread_makes_its_steps_alone() -> None:
+    network = MemoryNetwork()
+    with RendezvousClient(MemoryControl(network, "p"), "server", limits=LIMITS) as client:
+        client.step(math.nan)
+        assert not client.problems()

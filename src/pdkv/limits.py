@@ -5,10 +5,9 @@ Seconds end in `_s`, counts begin with `max_`. Layer 0.
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
+from pdkv._values import check_limits
 from pdkv.errors import ConfigError
 
 __all__ = ["Limits"]
@@ -61,15 +60,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
         return min(max(self.keepalive_s, self.peer_lost_s / 4), 2.5 * self.keepalive_s)
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            value = getattr(self, name)
-            is_count = name.startswith("max_")
-            if isinstance(value, bool) or not isinstance(value, int if is_count else (int, float)):
-                kind = "an integer" if is_count else "a number of seconds"
-                raise ConfigError(f"limit {name} must be {kind}, got {value!r}")
-            # Not `value <= 0`: NaN is neither, and no wait is without an end.
-            if not 0 < value < math.inf:
-                raise ConfigError(f"limit {name} must be positive and finite, got {value}")
+        check_limits(self)
         if self.peer_lost_s < 3 * self.keepalive_s:
             raise ConfigError("peer_lost_s must be at least 3 * keepalive_s")
         if self.max_quarantined_requests_per_peer > self.max_quarantined_requests:

@@ -152,7 +152,7 @@ class RendezvousClient:
     def cannot_hear(self, addresses: Sequence[str]) -> None:
         """Peers that this rank does not hear, whole: goes out with the next beat."""
         with self._lock:
-            self._session.cannot_hear = tuple(addresses)
+            self._session.name_silent(addresses)
 
     def status(self, timeout_s: float = 5.0) -> tuple[RankStatus, ...]:
         """Every rank as the server sees it. For operators: it waits, ConfigError after
@@ -169,7 +169,11 @@ class RendezvousClient:
             return self._session.status or ()
 
     def step(self, now: float) -> None:
-        """What arrived, then what is due."""
+        """What arrived, then what is due. With a thread of its own, nothing to do."""
+        if self._thread is None:
+            self._step(now)
+
+    def _step(self, now: float) -> None:
         for data in self._control.receive(_MAX_FRAMES):
             try:
                 message = decode(data)
@@ -201,7 +205,7 @@ class RendezvousClient:
     def _run(self) -> None:
         while not self._closing.is_set():
             try:
-                self.step(self._clock())
+                self._step(self._clock())
             except Exception:
                 _log.exception("a step of the directory failed; it goes on")
             with self._lock:

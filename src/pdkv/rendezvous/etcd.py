@@ -21,11 +21,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Self
 from urllib.parse import quote
 
+from pdkv._values import as_rooms
 from pdkv.errors import ConfigError
 from pdkv.rendezvous.etcd_security import EtcdSecurity
 from pdkv.rendezvous.limits import RendezvousLimits
 from pdkv.rendezvous.mirror import Mirror, Stored
-from pdkv.rendezvous.records import EngineRecord, GroupKey, RankRecord
+from pdkv.rendezvous.records import EngineRecord, GroupKey, RankRecord, check_record
 from pdkv.rendezvous.resolver import Known, Pending, RouteQuery
 from pdkv.rendezvous.states import RankStatus
 
@@ -91,6 +92,7 @@ class EtcdDirectory:
 
     def publish(self, record: RankRecord) -> None:
         """Say who I am from now on; again to change it."""
+        check_record(record)
         with self._lock:
             if self._record is None or self._record.life != record.life:
                 self._rooms.clear()
@@ -106,6 +108,7 @@ class EtcdDirectory:
 
     def claim(self, rooms: Sequence[int]) -> None:
         """The published group serves these rooms, until `release`."""
+        rooms = as_rooms(rooms)
         with self._lock:
             self._rooms.update(dict.fromkeys(rooms))
             self._unsaid.update(dict.fromkeys(rooms))
@@ -113,6 +116,7 @@ class EtcdDirectory:
 
     def release(self, rooms: Sequence[int]) -> None:
         """These rooms are over."""
+        rooms = as_rooms(rooms)
         with self._lock:
             for room in rooms:
                 self._rooms.pop(room, None)

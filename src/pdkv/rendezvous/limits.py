@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from pdkv._values import check_limits
 from pdkv.errors import ConfigError
 
 __all__ = ["RendezvousLimits"]
@@ -35,9 +36,7 @@ class RendezvousLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_changes: int = 8_192
 
     def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            if getattr(self, name) <= 0:
-                raise ConfigError(f"limit {name} must be positive, got {getattr(self, name)}")
+        check_limits(self)
         if not 2 * self.beat_s <= self.slow_s <= self.lease_s:
             raise ConfigError("2 * beat_s <= slow_s <= lease_s: one lost beat makes nobody slow")
         if self.lease_s > self.remember_s:

@@ -13,6 +13,7 @@ from typing import Annotated, NamedTuple, Self
 import msgspec
 from msgspec import Meta
 
+from pdkv._values import as_int, check_text
 from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.layout import EngineLayout
 
@@ -81,12 +82,16 @@ class EngineRecord(msgspec.Struct, frozen=True, kw_only=True):
     capabilities: Names = ()
 
     def __post_init__(self) -> None:
-        _check_incarnation(self.incarnation)
+        _check(self)
+        if isinstance(self.addresses, str | bytes):
+            raise ConfigError(f"addresses are one per rank, got the string {self.addresses!r}")
+        msgspec.structs.force_setattr(self, "addresses", tuple(self.addresses))
+        for address in self.addresses:
+            check_text("an address", address)
         if len(self.addresses) != self.layout.parallel.num_ranks:
             raise ConfigError(
                 f"{len(self.addresses)} addresses for {self.layout.parallel.num_ranks} ranks"
             )
-        _check_dp_rank(self.dp_rank, self.layout)
 
     @property
     def group(self) -> GroupKey:
@@ -143,8 +148,8 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.engine_id or not self.address:
             raise ConfigError("a rank publishes an engine_id and an address")
-        _check_incarnation(self.incarnation)
-        _check_dp_rank(self.dp_rank, self.layout)
+        check_text("address", self.address)
+        _check(self)
         self.layout.parallel.rank(self.rank_id)
 
     @property
@@ -189,11 +194,28 @@ class RankRecord(msgspec.Struct, frozen=True, kw_only=True):
 _SHARED = tuple(n for n in RankRecord.__struct_fields__ if n not in ("rank_id", "address"))
 
 
-def _check_incarnation(incarnation: bytes) -> None:
-    if len(incarnation) != 16:
-        raise ConfigError(f"an incarnation is 16 bytes, got {len(incarnation)}")
+def check_record(record: RankRecord) -> None:
+    """ConfigError for what no rank publishes."""
+    if not isinstance(record, RankRecord):
+        raise ConfigError(f"a rank publishes a RankRecord, got {type(record).__name__}")
 
 
-def _check_dp_rank(dp_rank: int, layout: EngineLayout) -> None:
+def _check(record: EngineRecord | RankRecord) -> None:
+    """What peers and directories would only refuse later, or never say anything about."""
+    incarnation, layout = record.incarnation, record.layout
+    if not isinstance(incarnation, bytes) or len(incarnation) != 16:
+        raise ConfigError(f"an incarnation is 16 bytes, got {incarnation!r}")
+    if not isinstance(layout, EngineLayout):
+        raise ConfigError(f"layout must be an EngineLayout, got {layout!r}")
+    check_text("engine_id", record.engine_id)
+    if len(record.engine_id) > 256:
+        raise ConfigError(f"an engine_id has at most 256 characters, got {len(record.engine_id)}")
+    for name, least in (("topology_epoch", 0), ("generation", 0)):
+        value = as_int(name, getattr(record, name))
+        if not least <= value <= 1 << 62:
+            raise ConfigError(f"{name} must lie in [{least}, 2^62], got {value}")
+    if not isinstance(record.dp_by_room, bool):
+        raise ConfigError(f"dp_by_room must be a bool, got {record.dp_by_room!r}")
+    dp_rank = as_int("dp_rank", record.dp_rank)
     if not 0 <= dp_rank < layout.parallel.dp_size:
         raise ConfigError(f"dp_rank {dp_rank} of an engine with dp_size {layout.parallel.dp_size}")

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from pdkv._values import as_int, as_room, check_text
 from pdkv.errors import ConfigError
 from pdkv.rendezvous.limits import RendezvousLimits
 from pdkv.rendezvous.records import EngineRecord, GroupKey
@@ -29,7 +30,10 @@ class RouteQuery(msgspec.Struct, frozen=True):
     dp_rank: int | None = None
 
     def __post_init__(self) -> None:
-        if self.dp_rank is not None and self.dp_rank < 0:
+        check_text("engine_id", self.engine_id)
+        # One room that is none would spoil the message that asks for all of them.
+        msgspec.structs.force_setattr(self, "room", as_room(self.room))
+        if self.dp_rank is not None and as_int("dp_rank", self.dp_rank) < 0:
             raise ConfigError(f"dp_rank {self.dp_rank} of room {self.room}")
 
 
@@ -123,6 +127,8 @@ class Resolver:
 
     def resolve(self, queries: Sequence[RouteQuery], now: float) -> tuple[Known | Pending, ...]:
         """One answer per query, in order. Never blocks and changes nothing but what is asked."""
+        if isinstance(queries, RouteQuery) or not all(type(q) is RouteQuery for q in queries):
+            raise ConfigError(f"resolve takes a list of RouteQuery, got {queries!r}")
         return tuple(self._resolve(query, now) for query in queries)
 
     def _resolve(self, query: RouteQuery, now: float) -> Known | Pending:

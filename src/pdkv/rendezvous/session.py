@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
+from pdkv._values import as_rooms
+from pdkv.errors import ConfigError
 from pdkv.rendezvous.limits import RendezvousLimits
 from pdkv.rendezvous.messages import (
     Answers,
@@ -25,7 +27,7 @@ from pdkv.rendezvous.messages import (
     Which,
     Withdraw,
 )
-from pdkv.rendezvous.records import GroupKey, RankRecord
+from pdkv.rendezvous.records import GroupKey, RankRecord, check_record
 from pdkv.rendezvous.resolver import Resolver
 from pdkv.rendezvous.states import RankStatus
 
@@ -60,6 +62,7 @@ class Session:
 
     def publish(self, record: RankRecord) -> None:
         """Say who I am from now on; another incarnation starts without rooms."""
+        check_record(record)
         if self._record is None or self._record.life != record.life:
             self._rooms.clear()
             self._unsaid.clear()
@@ -75,7 +78,7 @@ class Session:
 
     def claim(self, rooms: Sequence[int], *, is_over: bool = False) -> None:
         """The published group serves these rooms, or does so no more."""
-        for room in rooms:
+        for room in as_rooms(rooms):
             if is_over:
                 self._rooms.pop(room, None)
             else:
@@ -83,6 +86,12 @@ class Session:
             self._unsaid[room] = is_over
         while len(self._rooms) > self._limits.max_rooms:
             self._rooms.popitem(last=False)
+
+    def name_silent(self, addresses: Sequence[str]) -> None:
+        """Peers that this rank does not hear; they go out with the next beat."""
+        if isinstance(addresses, str) or not all(isinstance(a, str) and a for a in addresses):
+            raise ConfigError(f"addresses of peers must be a list of strings, got {addresses!r}")
+        self.cannot_hear = tuple(addresses)
 
     def problems(self, now: float) -> tuple[str, ...]:
         """What an operator should know."""

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+from pdkv._values import as_rooms
 from pdkv.rendezvous.limits import RendezvousLimits
-from pdkv.rendezvous.records import EngineRecord, GroupKey, RankRecord
+from pdkv.rendezvous.records import EngineRecord, GroupKey, RankRecord, check_record
 from pdkv.rendezvous.resolver import Known, Pending, Resolver, RouteQuery
 
 __all__ = ["Directory", "StaticDirectory"]
@@ -71,6 +72,7 @@ class StaticDirectory:
 
     def publish(self, record: RankRecord) -> None:
         """Take part; the group takes requests once all its ranks have published."""
+        check_record(record)
         self._published = record
         ranks = self._ranks.setdefault(record.key.group, {})
         ranks[record.rank_id] = record
@@ -89,12 +91,12 @@ class StaticDirectory:
         """The published group serves these rooms."""
         if self._published is not None:
             record = self._published
-            self._resolver.learn(record.key.group, record.incarnation, rooms, 0.0)
+            self._resolver.learn(record.key.group, record.incarnation, as_rooms(rooms), 0.0)
 
     def release(self, rooms: Sequence[int]) -> None:
         """These rooms are over."""
         if self._published is not None:
-            for room in rooms:
+            for room in as_rooms(rooms):
                 self._resolver.forget_room(self._published.engine_id, room)
 
     def resolve(self, queries: Sequence[RouteQuery]) -> tuple[Known | Pending, ...]:
