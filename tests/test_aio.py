@@ -26,6 +26,7 @@ from pdkv.errors import ConfigError
 from pdkv.layout import EngineLayout
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
+from pdkv.protocol import Identity
 from pdkv.rendezvous import EngineRecord
 from pdkv.request import Key, Vote
 from support import AUX, small_layout
@@ -220,6 +221,74 @@ def test_a_group_gathers_its_votes_once_a_round() -> None:
 
         with pytest.raises(ConfigError, match="gather their votes"):
             AsyncEndpoint(ranks[0].endpoint)
+
+    asyncio.run(main())
+    pair.close()
+
+
+def test_what_would_never_be_told_is_not_tracked() -> None:
+    pair = Pair(threaded=False)
+
+    async def main() -> None:
+        decode = AsyncEndpoint(DecodeEndpoint(pair.decode_nodes[0]))
+        task = asyncio.create_task(decode.run())
+        identity = pair.submit(decode.endpoint)  # type: ignore[arg-type]
+        tracked = decode.track(identity)  # type: ignore[arg-type]
+        wrong: object
+        for wrong in ("room 5", None, 5, Identity(5, 1, bytes(16))):
+            with pytest.raises(ConfigError, match="no request that lives here"):
+                decode.track(wrong)  # type: ignore[arg-type]
+        decode.endpoint.close()
+        assert isinstance(await asyncio.wait_for(tracked.outcome, 10), RequestFailed)
+        await asyncio.wait_for(tracked.released, 10)
+        with pytest.raises(ConfigError, match="no request that lives here"):
+            decode.track(identity)  # type: ignore[arg-type]
+        pair.close()
+        await asyncio.wait_for(task, 10)
+
+    asyncio.run(main())
+
+
+def test_run_is_for_one_loop_and_one_task_and_may_be_called_again() -> None:
+    pair = Pair(threaded=False)
+
+    async def main() -> None:
+        decode = AsyncEndpoint(DecodeEndpoint(pair.decode_nodes[0]))
+        prefill = AsyncEndpoint(PrefillEndpoint(pair.prefill_node))
+        task = asyncio.create_task(decode.run())
+        await asyncio.sleep(0)
+        with pytest.raises(ConfigError, match="running already"):
+            await decode.run()
+        with pytest.raises(ConfigError, match="event loop"):
+            await asyncio.to_thread(asyncio.run, decode.run())
+        tracked = decode.track(pair.submit(decode.endpoint))  # type: ignore[arg-type]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        with pytest.raises(ConfigError, match="run was cancelled before"):
+            await tracked.outcome
+        tasks = [asyncio.create_task(side.run()) for side in (decode, prefill)]
+        reader = asyncio.create_task(anext(decode.events()))
+        serve(prefill.endpoint)  # type: ignore[arg-type]
+        assert isinstance(await asyncio.wait_for(reader, 10), EndpointEvent)
+        pair.close()
+        await asyncio.wait_for(asyncio.gather(*tasks), 10)
+
+    asyncio.run(main())
+
+
+def test_a_collective_that_fails_is_named_by_whatever_was_awaited() -> None:
+    pair = Pair(threaded=False)
+
+    async def gather(votes: Mapping[Key, Vote]) -> Sequence[Mapping[Key, Vote]]:
+        raise OSError("the collective is lost")
+
+    async def main() -> None:
+        decode = AsyncEndpoint(DecodeEndpoint(pair.decode_nodes[0]), gather=gather)
+        tracked = decode.track(pair.submit(decode.endpoint))  # type: ignore[arg-type]
+        with pytest.raises(OSError, match="collective is lost"):
+            await decode.run()
+        with pytest.raises(ConfigError, match="collective is lost"):
+            await tracked.outcome
 
     asyncio.run(main())
     pair.close()

@@ -1,12 +1,22 @@
-"""The code in docs/rendezvous.md runs as it stands."""
+"""The code on pages about requests and rendezvous runs as it stands, block after block."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+
+import pytest
 
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def test_the_example_of_a_directory_runs() -> None:
-    code = (DOCS / "rendezvous.md").read_text().split("```python\n")[1].split("```")[0]
-    exec(compile(code, "rendezvous.md", "exec"), {})
+@pytest.mark.parametrize("page", ["rendezvous.md", "request.md", "simulator.md"])
+def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
+    )
+    assert blocks
+    names: dict[str, object] = {"__name__": page}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    capsys.readouterr()

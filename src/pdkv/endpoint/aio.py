@@ -28,7 +28,7 @@ class Tracked:
     """One request. `outcome` and `released` may be awaited, once or often, by anybody.
 
     A failure of the request is a value, RequestFailed; ConfigError is raised where the node was
-    closed before the request was over.
+    closed, or `run` ended, before the request was over.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -72,22 +72,44 @@ class AsyncEndpoint:
         self._arrived = asyncio.Event()
         self._num_readers = 0
         self._is_over = False
+        self._is_running = False
 
     def track(self, ref: Identity | PrefillHandle) -> Tracked:
-        """Watch a request: right after the call that made it, before anything is awaited."""
+        """Watch a request: right after the call that made it, before anything is awaited.
+
+        ConfigError for what is no request of this endpoint, or is over: nobody would ever say so.
+        """
         key = ref.id if isinstance(ref, PrefillHandle) else ref
+        if not isinstance(key, Identity | int) or not self.endpoint.is_watching(key):
+            raise ConfigError(f"{ref!r} is no request that lives here")
+        if self.endpoint.node.is_closed:
+            raise ConfigError("the node is closed")
         return self._tracked.setdefault(key, Tracked(self._loop))
 
     async def run(self) -> None:
-        """Serve until the node is closed, or until cancelled."""
+        """Serve until the node is closed, or until cancelled; then it may be called again.
+
+        ConfigError in another event loop than the one it was made in, and beside another `run`.
+        """
         node = self.endpoint.node
+        if asyncio.get_running_loop() is not self._loop:
+            raise ConfigError("run belongs to the event loop in which this was made")
+        if self._is_running:
+            raise ConfigError("run is running already")
+        self._is_running, self._is_over = True, False
         node.watch(self._wake)
+        why = "run was cancelled"
         try:
             while not node.is_closed:
                 await self._round()
+            why = "the node was closed"
+        except Exception as error:
+            why = f"run failed ({type(error).__name__}: {error})"
+            raise
         finally:
+            self._is_running = False
             node.unwatch(self._wake)
-            self._finish()
+            self._finish(why)
 
     async def events(self) -> AsyncIterator[EndpointEvent]:
         """Every event from now on, in order, until `run` ends. For one reader."""
@@ -136,9 +158,9 @@ class AsyncEndpoint:
             self._events.append(event)
             self._arrived.set()
 
-    def _finish(self) -> None:
+    def _finish(self, why: str) -> None:
         self._is_over = True
         self._arrived.set()
         for tracked in self._tracked.values():
-            tracked._end(ConfigError("the node was closed before the request was over"))
+            tracked._end(ConfigError(f"{why} before the request was over"))
         self._tracked.clear()

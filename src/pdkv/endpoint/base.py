@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv._claims import Claims
+from pdkv._values import as_int, check_text
 from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder
 from pdkv.endpoint.node import Node
@@ -22,19 +23,9 @@ from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
 from pdkv.request.states import Allocation
 
-__all__ = ["Endpoint", "as_ids", "as_int", "as_num_tokens", "check_in_pool"]
+__all__ = ["Endpoint", "as_ids", "as_num_tokens", "check_in_pool"]
 
 _MAX_TOKENS = 1 << 48  # what a message can say
-
-
-def as_int(name: str, value: int) -> int:
-    """A whole number of any integer type, numpy's included; ConfigError for anything else."""
-    try:
-        if not isinstance(value, bool):
-            return operator.index(value)
-    except TypeError:
-        pass
-    raise ConfigError(f"{name} must be an integer, got {value!r}")
 
 
 def as_num_tokens(value: int) -> int:
@@ -65,8 +56,26 @@ def check_in_pool(ids: npt.NDArray[np.signedinteger[Any]], num_pages: int) -> No
         raise ConfigError(f"page ids must lie in [0, {num_pages})")
 
 
+class _Turn:
+    """One thread at a time: a second one is told so instead of changing what the first reads.
+
+    Whoever calls from several threads takes a lock of their own around each call.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+
+    def __enter__(self) -> None:
+        if not self._lock.acquire(blocking=False):
+            raise ConfigError("two threads call this endpoint at once: all calls come from one")
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 class Endpoint:
-    """Base of DecodeEndpoint and PrefillEndpoint. All calls come from the engine's thread."""
+    """Base of DecodeEndpoint and PrefillEndpoint. All calls come from the engine's thread, or one
+    at a time, under a lock of the engine's."""
 
     _ref_type: type
     _role: str
@@ -74,6 +83,7 @@ class Endpoint:
     def __init__(self, node: Node) -> None:
         self.node = node
         self._core = node.core  # of the life that this endpoint belongs to
+        self._turn = _Turn()
         self._claims = Claims(self)
         self._claims.take(f"{self._role} side of a node", self._core)  # two would share its news
         self._is_closed = False
@@ -90,6 +100,10 @@ class Endpoint:
         A group of one rank gets its events here. In a larger group events come from `apply`;
         `poll` then returns only what earlier verdicts already decided.
         """
+        with self._turn:
+            return self._poll(now)
+
+    def _poll(self, now: float) -> list[EndpointEvent]:
         if self.node.is_closed:
             return []
         self.node.step(now)
@@ -102,7 +116,7 @@ class Endpoint:
                 verdicts = agree([votes])
                 if not verdicts:
                     break
-                events += self.apply(verdicts)
+                events += self._apply(verdicts)
             if events:
                 self.node.obey(now)
         return events
@@ -112,13 +126,18 @@ class Endpoint:
 
         Of a closed node: nothing, so that what its group has not decided stays undecided.
         """
-        return {} if self.node.is_closed else self._gate.votes()
+        with self._turn:
+            return {} if self.node.is_closed else self._gate.votes()
 
     def apply(self, verdicts: Sequence[Verdict]) -> list[EndpointEvent]:
         """Apply the group's verdicts. Every rank does so with the same ones, in the same order.
 
         A closed node takes no part any more: nothing is applied, and there are no events.
         """
+        with self._turn:
+            return self._apply(verdicts)
+
+    def _apply(self, verdicts: Sequence[Verdict]) -> list[EndpointEvent]:
         if self.node.is_closed:
             return []
         events, orders = self._gate.apply(verdicts)
@@ -146,6 +165,10 @@ class Endpoint:
     def num_live(self) -> int:
         """Requests that are not yet released."""
         return len(self._gate)
+
+    def is_watching(self, ref: Identity | int) -> bool:
+        """Whether a request, by its identity (decode) or handle id (prefill), is not released."""
+        return self._gate.contains(ref)
 
     def health(self, max_waiting: int | None = None) -> Health:
         """What is wrong, what each request waits for, what is in quarantine; with what the group
@@ -187,13 +210,13 @@ class Endpoint:
     def close(self) -> None:
         """Give up what is live. The node lives on; close it separately.
 
-        Its node takes another endpoint of this kind once all of that is released.
+        `poll` still tells how requests end and when their memory may be reused; the node takes
+        another endpoint of this kind once all of it is released.
         """
         self._is_draining = self._is_closed = True
         self._leave()
-        if not self.node.is_closed:
-            for ref in list(self._exposed):
-                self._cancel(ref, "endpoint closed")
+        for ref in self._gate.refs():
+            self._cancel(ref, "endpoint closed")
 
     def _leave(self) -> None:
         if self._is_closed and not self._gate:
@@ -212,6 +235,7 @@ class Endpoint:
         identity: Identity | None = None,
     ) -> None:
         """An abort; after the node's close there is nothing left to give up."""
+        check_text("cause", cause)
         if self.node.is_closed:
             return
         requests = self.node.core.requests

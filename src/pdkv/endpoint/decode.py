@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens, check_in_pool
+from pdkv._values import as_int
+from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens, check_in_pool
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
@@ -34,6 +35,7 @@ class DecodeEndpoint(Endpoint):
         super().__init__(node)
         self._pairings: dict[EngineLayout, Pairing | LayoutMismatch] = {}
         self._last_attempt = -1
+        self._life = node.incarnation
         # Announced and without pages yet: how the two engines pair, None where they can't.
         self._announced: dict[Identity, tuple[Pairing | None, int]] = {}
         self._pool = node.pool.component(node.layout.kv.components[0].name)
@@ -61,6 +63,7 @@ class DecodeEndpoint(Endpoint):
         `limits.handshake_s`.
         """
         self._admit()
+        _check_record(prefill)
         pairing, _ = self._try_pairing(prefill)
         if pairing is not None:
             core = self.node.core
@@ -97,6 +100,7 @@ class DecodeEndpoint(Endpoint):
             return self._pretend(identity, num_tokens, as_int("aux_index", aux_index))
         if prefill is None:
             raise ConfigError("only a fake request has no prefill engine")
+        _check_record(prefill)
         pairing, refusal = self._try_pairing(prefill)
         request, pages = self._request(
             identity, pairing, num_tokens, decode_prefix_len, page_ids, state_ids, aux_index
@@ -117,6 +121,7 @@ class DecodeEndpoint(Endpoint):
         as `Recompute`. Errors as in `submit`.
         """
         identity, num_tokens = self._begin(room, attempt, num_tokens)
+        _check_record(prefill)
         pairing, refusal = self._try_pairing(prefill)
         self._announced[identity] = (pairing, num_tokens)
         announcement = ReceiverAnnouncement(identity=identity, num_tokens=num_tokens)
@@ -161,8 +166,16 @@ class DecodeEndpoint(Endpoint):
 
     def abort(self, identity: Identity, cause: str = "aborted by the decode engine") -> None:
         """Give a request up. RequestFailed comes at once, Released once no writer can write."""
+        self._check_identity(identity)
         if self._gate.contains(identity):
             self._cancel(identity, cause)
+
+    def _check_identity(self, identity: Identity) -> None:
+        """One that this endpoint has given out; it may be over. Not a room, nor another life's."""
+        if not isinstance(identity, Identity):
+            raise ConfigError(f"{identity!r} is no identity: `submit` and `announce` return one")
+        if identity.incarnation != self._life or identity.attempt > self._last_attempt:
+            raise ConfigError(f"{identity} is no request of this endpoint")
 
     def _begin(self, room: int, attempt: int, num_tokens: int) -> tuple[Identity, int]:
         """The identity of a new request; nothing is changed yet."""
@@ -269,3 +282,9 @@ class DecodeEndpoint(Endpoint):
             raise ConfigError(
                 f"{len(state_ids)} lists of state ids for {len(self._own)} components"
             )
+
+
+def _check_record(prefill: EngineRecord) -> None:
+    """Not its bytes, and not a `Known` that has it."""
+    if not isinstance(prefill, EngineRecord):
+        raise ConfigError(f"prefill must be an EngineRecord, got {type(prefill).__name__}")

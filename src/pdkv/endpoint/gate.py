@@ -112,6 +112,10 @@ class Gate:
         entry.is_evicted = True
         return True
 
+    def refs(self) -> list[Identity | int]:
+        """Everything that is watched."""
+        return list(self._by_ref)
+
     def contains(self, ref: Identity | int) -> bool:
         """Whether the request is still watched: not yet released."""
         return ref in self._by_ref

@@ -168,7 +168,8 @@ class Node:
         return taken
 
     def watch(self, wake: Callable[[], None]) -> None:
-        """Call `wake` from the node's thread whenever it has news for an endpoint."""
+        """Call `wake` from the node's thread when it has news for an endpoint; without a thread
+        news come with `poll`. What `wake` raises is logged and counted (`watcher_errors`)."""
         self._watchers.append(wake)
 
     def unwatch(self, wake: Callable[[], None]) -> None:
@@ -189,7 +190,13 @@ class Node:
         ConfigError where none comes: a node without a thread of its own answers as the engine
         polls.
         """
-        if self._broken or (self._thread is None and self._stepper == threading.get_ident()):
+        is_stepper = self._thread is None and self._stepper == threading.get_ident()
+        if (
+            self._broken
+            or is_stepper
+            or self.is_closed
+            or self._thread is threading.current_thread()
+        ):
             return question()
         done: threading.Event = threading.Event()
         answers: list[object] = []
@@ -217,8 +224,10 @@ class Node:
         """
         health = self.ask(lambda: self.core.health(self._clock(), max_waiting))
         assert isinstance(health, Health)
-        if self._broken:
-            problem = f"the node's thread has died: {self._broken}"
+        problem = f"the node's thread has died: {self._broken}" if self._broken else ""
+        if self.is_closed:
+            problem = "the node is closed"
+        if problem:
             return msgspec.structs.replace(health, problems=(problem, *health.problems))
         return health
 
@@ -349,9 +358,14 @@ class Node:
         self.pool, self.aux, self.incarnation = pool, aux, incarnation
 
     def close(self) -> None:
-        """Stop the thread, then give sockets, registrations and handles back. Idempotent."""
+        """Stop the thread, then give sockets, registrations and handles back. Idempotent.
+
+        ConfigError from the node's own thread, that is from a watcher: it can't wait for itself.
+        """
         if self.is_closed:
             return
+        if self._thread is threading.current_thread():
+            raise ConfigError("close the node from another thread than its own")
         self.is_closed = True
         self._control.wake()
         if self._thread is not None:
@@ -372,8 +386,7 @@ class Node:
                 core, now = self.core, self._clock()
                 has_moved = core.step(now)
                 if core.requests.changes:
-                    for wake in self._watchers:
-                        wake()
+                    self._call_watchers(core)
                 if has_moved:
                     moved_at = now
                     continue
@@ -384,6 +397,14 @@ class Node:
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             _log.exception("the node's thread has died")
+
+    def _call_watchers(self, core: NodeCore) -> None:
+        for wake in self._watchers:
+            try:
+                wake()
+            except Exception:
+                core.counters["watcher_errors"] += 1
+                _log.exception("what watches the node has failed")
 
 
 def _check_memory(pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:

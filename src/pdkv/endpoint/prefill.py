@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 import numpy.typing as npt
 
-from pdkv.endpoint.base import Endpoint, as_ids, as_int, as_num_tokens, check_in_pool
+from pdkv._values import as_int, check_text
+from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens, check_in_pool
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
@@ -44,6 +45,7 @@ class PrefillHandle(msgspec.Struct, eq=False):
     next_token: int = -1
     is_finished: bool = False
     is_fake: bool = False
+    owner: object = None
 
 
 class PrefillEndpoint(Endpoint):
@@ -56,6 +58,7 @@ class PrefillEndpoint(Endpoint):
         super().__init__(node)
         self._next_handle = 1
         self._rooms: dict[int, PrefillHandle] = {}
+        self._handles: dict[int, PrefillHandle] = {}
         self._own = node.layout.kv.own_page_components
 
     def open(self, room: int, num_tokens: int, *, fake: bool = False) -> PrefillHandle:
@@ -70,9 +73,9 @@ class PrefillEndpoint(Endpoint):
         earlier = self._rooms.get(room)
         if earlier is not None and self._gate.is_live(earlier.id):
             raise ConfigError(f"room {room} is live")
-        handle = PrefillHandle(self._next_handle, room, num_tokens, is_fake=fake)
+        handle = PrefillHandle(self._next_handle, room, num_tokens, is_fake=fake, owner=self._gate)
         self._next_handle += 1
-        self._rooms[room] = handle
+        self._rooms[room] = self._handles[handle.id] = handle
         if not fake:
             machine = self._machine(room, num_tokens)
             self._exposed[handle.id] = []
@@ -88,6 +91,7 @@ class PrefillEndpoint(Endpoint):
     def _forget(self, event: Released) -> None:
         super()._forget(event)
         assert not isinstance(event.key, HealthKey)
+        self._handles.pop(event.handle, None)
         handle = self._rooms.get(event.key.room)
         if handle is not None and handle.id == event.handle:
             del self._rooms[event.key.room]
@@ -130,8 +134,10 @@ class PrefillEndpoint(Endpoint):
             raise ConfigError(f"tokens {tokens} are not a part of range(0, {handle.num_tokens})")
         if handle.next_token not in (-1, start):
             raise ConfigError(f"tokens {tokens} don't follow on {handle.next_token}")
+        if ready is not None and not callable(getattr(ready, "query", None)):
+            raise ConfigError(f"ready must have a method query(), got {ready!r}")
         pages = [self._pages(handle, 0, tokens, page_ids)]
-        for component, ids in zip(self._own[: len(state_ids)], state_ids, strict=True):
+        for component, ids in self._with_own(state_ids):
             pages.append(self._pages(handle, component, tokens, ids))
         handle.next_token = stop
         self._exposed.get(handle.id, []).append(pages[0].page_ids)
@@ -160,16 +166,19 @@ class PrefillEndpoint(Endpoint):
             outcome = Outcome(outcome)
         except ValueError:
             raise ConfigError(f"{outcome!r} is no Outcome") from None
+        num_rows = self.node.aux.num_rows
+        check_text("cause", cause)
+        if ready is not None and not callable(getattr(ready, "query", None)):
+            raise ConfigError(f"ready must have a method query(), got {ready!r}")
         if outcome != Outcome.FAILED:
             is_short = handle.next_token not in (handle.num_tokens, -1)
             if is_short and outcome != Outcome.LOCAL_PREFILL:
                 raise ConfigError(f"tokens {handle.next_token}..{handle.num_tokens} were not sent")
-            if aux_index is None or not 0 <= aux_index < self.node.aux.num_rows:
+            if aux_index is None or not 0 <= as_int("aux_index", aux_index) < num_rows:
                 raise ConfigError(f"aux_index {aux_index} is no row of the aux buffers")
         rows = []
-        for component, ids in zip(self._own[: len(state_ids)], state_ids, strict=True):
-            array = as_ids(ids)
-            rows.append(PageIds(component, 0, array))
+        for component, ids in self._with_own(state_ids):
+            rows.append(PageIds(component, 0, as_ids(ids)))
         handle.is_finished = True
         if handle.is_fake:
             is_failed = outcome == Outcome.FAILED
@@ -180,6 +189,8 @@ class PrefillEndpoint(Endpoint):
 
     def abort(self, handle: PrefillHandle, cause: str = "aborted by the prefill engine") -> None:
         """Give a request up. RequestFailed comes at once, Released once nothing is in flight."""
+        self._check_handle(handle)
+        check_text("cause", cause)
         handle.is_finished = True
         if handle.is_fake:
             self._tell(handle, KVPoll.Failed, cause=cause)
@@ -193,6 +204,8 @@ class PrefillEndpoint(Endpoint):
         `Bootstrapped` with pages): False from then on, and for what is over. After True the
         request ends as `Recompute` on both sides, and Released follows before its pages may go.
         """
+        self._check_handle(handle)
+        check_text("cause", cause)
         if handle.is_fake or not self._gate.evict(handle.id):
             return False
         handle.is_finished = True
@@ -208,6 +221,7 @@ class PrefillEndpoint(Endpoint):
         has not fetched everything. Call again, or `abort` before the pages are overwritten, so that
         nobody takes what is read from them for the cache.
         """
+        self._check_handle(handle)
         node, until = self.node, self.node.now() + timeout_s
         if handle.is_fake or not self._gate.contains(handle.id):
             return True
@@ -278,9 +292,31 @@ class PrefillEndpoint(Endpoint):
             check_in_pool(ids, pool.num_pages)
         return PageIds(component, where.start, ids)
 
-    def _check_open(self, handle: PrefillHandle) -> None:
+    def close(self) -> None:
+        """As in the base."""
+        super().close()
+        for handle in self._handles.values():
+            if handle.is_fake and self._gate.is_live(handle.id):
+                self._tell(handle, KVPoll.Failed, cause="endpoint closed")
+
+    def _with_own(self, state_ids: Sequence[_Ids]) -> list[tuple[int, _Ids]]:
+        """The components that have ids of their own, with what is given for them."""
+        if len(state_ids) > len(self._own):
+            raise ConfigError(
+                f"{len(state_ids)} lists of state ids for {len(self._own)} components"
+            )
+        return list(zip(self._own, state_ids, strict=False))
+
+    def _check_handle(self, handle: PrefillHandle) -> None:
+        """One that this endpoint has opened; it may be over. Ids of other endpoints, say of a
+        former life, are the same numbers."""
         if not isinstance(handle, PrefillHandle):
             raise ConfigError(f"{handle!r} is no handle: `open` returns one")
+        if handle.owner is not self._gate:
+            raise ConfigError(f"the handle of room {handle.room} is another endpoint's")
+
+    def _check_open(self, handle: PrefillHandle) -> None:
+        self._check_handle(handle)
         if handle.is_finished:
             raise ConfigError(f"the handle of room {handle.room} is finished or aborted")
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from pdkv._values import as_int
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer
 from pdkv.endpoint.records import LocalRank, Receiving, Sending
@@ -61,6 +62,16 @@ class StagingMemory:
     num_regions: int = 16
     num_buffers: int = 4
     cost: CostModel = field(default_factory=CostModel)
+
+    def __post_init__(self) -> None:
+        if not callable(getattr(self.kernels, "copy", None)):
+            raise ConfigError(f"kernels must have copy(copies), got {self.kernels!r}")
+        for name, least in (("num_regions", 1), ("num_buffers", 2)):
+            if as_int(name, getattr(self, name)) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, nbytes in (("region", self.region_nbytes), ("buffer", self.buffer_nbytes)):
+            if not nbytes:
+                raise ConfigError(f"so many {name}s have no 64 bytes each: {self}")
 
     @property
     def region_nbytes(self) -> int:

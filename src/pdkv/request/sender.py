@@ -424,8 +424,9 @@ class SenderMachine(Machine):
         return []
 
     def _give_up(self, what: str, limit_s: float, now: float) -> list[Action]:
-        ranks = list(self.waits_for()) or "any"
-        return self._fail(f"no {what} from decode ranks {ranks} within {limit_s:g} s", now)
+        ranks = list(self.waits_for())
+        whom = f"decode ranks {ranks}" if ranks else "any decode rank"
+        return self._fail(f"no {what} from {whom} within {limit_s:g} s", now)
 
     def _fail(self, cause: str, now: float, *, recompute: bool = False) -> list[Action]:
         if not self._move(Trigger.FAILED, now, cause):
