@@ -176,6 +176,7 @@ def scatter(*sources: Staged, page_ids: object = (1, 2)) -> Callable[[], object]
     return lambda: kernels.scatter_heads(sources, [cache(8, 16, 4, 32)], page_ids)  # type: ignore[arg-type]
 
 
+E4M3 = torch.zeros(2, 32, 2, 32, dtype=torch.float8_e4m3fn)
 REFUSED = {
     "layers: 2 at src, 3 at dst": gather(out=cache(3, 32, 2, 32)),
     "heads: 2 at src, 3 at dst": gather(out=cache(2, 32, 3, 32)),
@@ -192,8 +193,37 @@ REFUSED = {
     "layer 1 has shape": gather(layers=[cache(8, 16, 4, 32), cache(8, 16, 5, 32)]),
     "strides of its own": gather(layers=[cache(8, 16, 4, 32), cache(8, 4, 16, 32).transpose(1, 2)]),
     "not contiguous": gather(layers=[cache(8, 16, 32, 4).transpose(2, 3)]),
-    "share memory": gather(out=cache(2, 1, 2, 32).expand(2, 32, 2, 32)),
+    "is an expanded tensor": gather(out=cache(2, 1, 2, 32).expand(2, 32, 2, 32)),
     "factors are for conversions": gather(factors=[1.0, 1.0]),
+    "needs factors": gather(out=E4M3),
+    "1 factors for 2 layers": gather(out=E4M3, factors=[1.0]),
+    "0.5 for 2 layers": gather(out=E4M3, factors=0.5),
+    "positive and finite": gather(out=E4M3, factors=[1.0, 0.0]),
+    "factors of a conversion must be": gather(out=E4M3, factors=[1.0, 1e60]),
+    "heads must be a range": gather(heads=[0, 1]),
+    "tokens must be a range": gather(tokens=5),
+    "must be a list of tensors, one": gather(layers=cache(2, 8, 16, 4, 32)),
+    "list of tensors, got ndarray": gather(layers=[np.zeros((8, 16, 4, 32), np.int16)] * 2),
+    "must be one tensor, not a list": gather(out=list(cache(2, 32, 2, 32))),
+    r"not int64 of shape \(1, 2\)": gather(page_ids=[[1, 2]]),
+    "no kernels for device 'meta'": gather(
+        layers=[cache(8, 16, 4, 32).to("meta")] * 2, out=cache(2, 32, 2, 32).to("meta")
+    ),
+    "must be a list of Staged": lambda: kernels.scatter_heads(
+        Staged(cache(1, 32, 2, 32), range(2)),  # type: ignore[arg-type]
+        [cache(8, 16, 4, 32)],
+        [1, 2],
+    ),
+    "layers: no layers": lambda: kernels.scatter_heads([], [], [1]),
+    "num_tokens must be an integer": lambda: kernels.relayout(
+        [cache(8, 16, 4, 32)],
+        [1],
+        [cache(8, 16, 4, 32)],
+        [1],
+        src_order="NHD",
+        dst_order="NHD",
+        num_tokens=4.0,  # type: ignore[arg-type]
+    ),
     "name a page twice": scatter(Staged(cache(1, 32, 2, 32), range(2)), page_ids=[3, 3]),
     "two sources for heads": scatter(
         Staged(cache(1, 32, 2, 32), range(2)), Staged(cache(1, 32, 2, 32), range(1, 3))

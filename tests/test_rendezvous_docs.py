@@ -12,9 +12,8 @@ DOCS = Path(__file__).parent.parent / "docs"
 
 @pytest.mark.parametrize("page", ["rendezvous.md", "request.md", "simulator.md"])
 def test_the_examples_run(page: str, capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(
-        r"^```python\n(.*?)^```", (DOCS / page).read_text(), re.MULTILINE | re.DOTALL
-    )
+    text = (DOCS / page).read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
     assert blocks
     names: dict[str, object] = {"__name__": page}
     for block in blocks:

@@ -20,7 +20,17 @@ from pdkv.plan import are_distinct
 from pdkv.plan.tables import CASTS, Cast, TableCopy
 from pdkv.plan.tokens import Ints
 
-__all__ = ["Order", "PageIds", "Side", "between", "cast_of", "dense_side", "paged_side", "whole"]
+__all__ = [
+    "Order",
+    "PageIds",
+    "Side",
+    "between",
+    "cast_of",
+    "check_layers",
+    "dense_side",
+    "paged_side",
+    "whole",
+]
 
 Order = Literal["NHD", "HND"]
 PageIds = Sequence[int] | npt.NDArray[np.integer] | torch.Tensor
@@ -60,7 +70,7 @@ def paged_side(
     is_dst: bool = False,
 ) -> Side:
     """`layers`: caches of one shape, [P, T, H, D] in NHD, [P, H, T, D] in HND, D contiguous."""
-    _check_layers(name, layers, order)
+    check_layers(name, layers, order)
     first = layers[0]
     if is_dst and any(
         n > 1 and not step for n, step in zip(first.shape, first.stride(), strict=True)
@@ -88,18 +98,20 @@ def paged_side(
     )
 
 
-def dense_side(name: str, staged: torch.Tensor, order: Order) -> Side:
+def dense_side(name: str, staged: torch.Tensor, order: Order, *, is_dst: bool = False) -> Side:
     """`staged`: [L, n, h, D] in NHD, [L, h, n, D] in HND: one page of n tokens."""
+    if not isinstance(staged, torch.Tensor):
+        raise ConfigError(f"{name} must be one tensor, not a {type(staged).__name__}")
     if staged.dim() != 4:
         raise ConfigError(f"{name} must have 4 axes, not shape {tuple(staged.shape)}")
-    return paged_side(name, list(staged[:, None]), [0], order, is_dst=True)
+    return paged_side(name, list(staged[:, None]), [0], order, is_dst=is_dst)
 
 
 def whole(
     name: str, layers: Sequence[torch.Tensor], page_ids: PageIds, *, is_dst: bool = False
 ) -> Side:
     """Pages as they are: one token of one head, which is the whole page."""
-    _check_layers(name, layers, "NHD")
+    check_layers(name, layers, "NHD")
     first = layers[0]
     nbytes = math.prod(first.shape[1:]) * first.element_size()
     if not first[0].is_contiguous():
@@ -119,10 +131,15 @@ def cast_of(src: Side, dst: Side, factors: Sequence[float] | None) -> Cast | Non
         return None
     if names not in CASTS:
         raise ConfigError(f"no conversion from {names[0]} to {names[1]}")
-    values = [1.0] * len(src.bases) if factors is None else factors
-    if len(values) != len(src.bases):
-        raise ConfigError(f"{len(values)} factors for {len(src.bases)} layers")
-    return Cast(names[0], names[1], np.asarray(values, np.float32))
+    if factors is None:
+        raise ConfigError(
+            f"a conversion from {names[0]} to {names[1]} needs factors, one per layer"
+        )
+    if np.ndim(factors) != 1 or len(factors) != len(src.bases):
+        what = f"{len(factors)} factors" if np.ndim(factors) else repr(factors)
+        raise ConfigError(f"{what} for {len(src.bases)} layers")
+    with np.errstate(over="ignore"):  # what is too large is refused
+        return Cast(names[0], names[1], np.asarray(factors, np.float32))
 
 
 def between(src: Side, dst: Side, cast: Cast | None = None) -> list[TableCopy]:
@@ -200,11 +217,17 @@ def _check_extents(src: Side, dst: Side, cast: Cast | None) -> None:
         raise ConfigError(f"dtype: {src.dtype} at src, {dst.dtype} at dst")
 
 
-def _check_layers(name: str, layers: Sequence[torch.Tensor], order: str) -> None:
+def check_layers(name: str, layers: Sequence[torch.Tensor], order: str = "NHD") -> None:
+    """ConfigError for anything but caches of one shape, dtype, device and strides."""
     if order not in ("NHD", "HND"):
         raise ConfigError(f"order must be NHD or HND, got {order!r}")
+    if isinstance(layers, torch.Tensor) or not hasattr(layers, "__len__"):
+        raise ConfigError(f"{name} must be a list of tensors, one per layer")
     if not layers:
         raise ConfigError(f"{name}: no layers")
+    if not all(isinstance(layer, torch.Tensor) for layer in layers):
+        kinds = sorted({type(layer).__name__ for layer in layers})
+        raise ConfigError(f"{name} must be a list of tensors, got {', '.join(kinds)}")
     first = layers[0]
     if first.dim() != 4:
         raise ConfigError(f"{name} must have 4 axes, not shape {tuple(first.shape)}")
@@ -224,6 +247,8 @@ def _check_layers(name: str, layers: Sequence[torch.Tensor], order: str) -> None
 def _part(name: str, part: range | None, size: int) -> range:
     if part is None:
         return range(size)
+    if not isinstance(part, range):
+        raise ConfigError(f"{name} must be a range, got {part!r}")
     if part.step != 1 or not 0 <= part.start <= part.stop <= size:
         raise ConfigError(f"{name}: {part} is no part of range(0, {size})")
     return part
@@ -237,7 +262,8 @@ def _ids(name: str, ids: PageIds, num_pages: int, *, distinct: bool) -> Ints:
         ids = ids.numpy()
     array = np.asarray(ids)
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(f"{name} must be a flat list of integers, not {array.dtype}")
+        what = f"{array.dtype} of shape {array.shape}"
+        raise ConfigError(f"{name} must be a flat list of integers, not {what}")
     found = array.astype(np.int64)
     if found.size and (found.min() < 0 or found.max() >= num_pages):
         raise ConfigError(f"{name} must lie in [0, {num_pages})")

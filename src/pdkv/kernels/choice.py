@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pdkv.errors import ConfigError
 from pdkv.interfaces import CopyKernels
 from pdkv.kernels.cpu import CpuKernels
 
@@ -15,9 +16,19 @@ def kernels_for(*devices: torch.device | str) -> CopyKernels:
 
     They run on the current stream of the device. ConfigError where triton is needed and missing.
     """
-    accelerators = [d for d in map(torch.device, devices) if d.type != "cpu"]
+    accelerators = [d for d in map(_device, devices) if d.type != "cpu"]
     if not accelerators:
         return CpuKernels()
     from pdkv.kernels.triton import TritonKernels
 
     return TritonKernels(accelerators[0])
+
+
+def _device(device: torch.device | str) -> torch.device:
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(str(error).split(".")[0]) from None
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError(f"no kernels for device {str(found)!r}, only for cpu and cuda")
+    return found

@@ -10,18 +10,22 @@ from itertools import combinations
 
 import torch
 
+from pdkv._values import as_int
 from pdkv.errors import ConfigError
 from pdkv.interfaces import CopyKernels, ReadyEvent
 from pdkv.kernels.arguments import (
     Order,
     PageIds,
+    Side,
     between,
     cast_of,
+    check_layers,
     dense_side,
     paged_side,
     whole,
 )
 from pdkv.kernels.choice import kernels_for
+from pdkv.kernels.overlap import check_apart
 from pdkv.kernels.staged import Staged
 from pdkv.plan.tables import TableCopy
 
@@ -47,15 +51,15 @@ def gather_heads(
     page_ids: host integers; listed page i holds token positions [i * T, (i + 1) * T).
     heads: local heads, default all. tokens: positions, default all of the listed pages.
     out: [L, n, h, D] for out_order NHD, [L, h, n, D] for HND (default: `order`).
-    factors: one per layer, where `out` has another dtype; see `pdkv.plan.Cast`.
+    factors: one per layer, needed where `out` has another dtype; see `pdkv.plan.Cast`.
 
     Returns an event that fires when `out` is complete. Raises ConfigError for what doesn't fit
-    together, before anything moves.
+    together, before anything moves; also where `out` shares memory with the layers or itself.
     """
     src = paged_side("layers", layers, page_ids, order, heads, tokens)
-    dst = dense_side("out", out, out_order or order)
+    dst = dense_side("out", out, out_order or order, is_dst=True)
     chosen = kernels or kernels_for(layers[0].device, out.device)
-    return chosen.copy(between(src, dst, cast_of(src, dst, factors)))
+    return chosen.copy(_planned(src, dst, factors))
 
 
 def scatter_heads(
@@ -73,6 +77,9 @@ def scatter_heads(
     Sources must not overlap in (heads, tokens). Arguments, event and errors as for
     `gather_heads`; `staged_order` is that of the sources (default: `order`).
     """
+    if isinstance(sources, Staged) or not all(isinstance(one, Staged) for one in sources):
+        raise ConfigError("sources must be a list of Staged")
+    check_layers("layers", layers, order)
     for a, b in combinations(sources, 2):
         if _overlap(a.heads, b.heads) and _overlap(a.tokens, b.tokens):
             raise ConfigError(f"two sources for heads {a.heads} and {b.heads}, same tokens")
@@ -80,7 +87,7 @@ def scatter_heads(
     for data, heads, tokens in sources:
         src = dense_side("staged", data, staged_order or order)
         dst = paged_side("layers", layers, page_ids, order, heads, tokens, is_dst=True)
-        copies += between(src, dst, cast_of(src, dst, factors))
+        copies += _planned(src, dst, factors)
     devices = [layers[0].device, *(source.data.device for source in sources)]
     return (kernels or kernels_for(*devices)).copy(_merge(copies))
 
@@ -98,11 +105,13 @@ def copy_pages(
     Pages of both pools have one shape (NHD and HND alike) and are contiguous. Host memory beside
     a device must be pinned. Event and errors as for `gather_heads`.
     """
-    if src and dst and src[0].shape[1:] != dst[0].shape[1:]:
+    check_layers("src", src)
+    check_layers("dst", dst)
+    if src[0].shape[1:] != dst[0].shape[1:]:
         shapes = tuple(src[0].shape[1:]), tuple(dst[0].shape[1:])
         raise ConfigError(f"pages of shape {shapes[0]} at src, {shapes[1]} at dst")
     a, b = whole("src", src, src_page_ids), whole("dst", dst, dst_page_ids, is_dst=True)
-    return (kernels or kernels_for(src[0].device, dst[0].device)).copy(between(a, b))
+    return (kernels or kernels_for(src[0].device, dst[0].device)).copy(_planned(a, b))
 
 
 def relayout(
@@ -119,12 +128,19 @@ def relayout(
 ) -> ReadyEvent:
     """Copy `num_tokens` tokens (default: all of the src pages) from pages of one size and order
     into pages of another. Event and errors as for `gather_heads`."""
-    tokens = None if num_tokens is None else range(num_tokens)
+    tokens = None if num_tokens is None else range(as_int("num_tokens", num_tokens))
     a = paged_side("src", src, src_page_ids, src_order, None, tokens)
     wanted = range(a.num_tokens)
     b = paged_side("dst", dst, dst_page_ids, dst_order, None, wanted, is_dst=True)
     chosen = kernels or kernels_for(src[0].device, dst[0].device)
-    return chosen.copy(between(a, b, cast_of(a, b, factors)))
+    return chosen.copy(_planned(a, b, factors))
+
+
+def _planned(src: Side, dst: Side, factors: Sequence[float] | None = None) -> list[TableCopy]:
+    """The copies between two sides that have no memory in common."""
+    copies = between(src, dst, cast_of(src, dst, factors))
+    check_apart(src, dst, copies)
+    return copies
 
 
 def _overlap(a: range | None, b: range | None) -> bool:

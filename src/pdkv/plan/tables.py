@@ -42,8 +42,9 @@ class Cast:
     def __post_init__(self) -> None:
         if (self.src_dtype, self.dst_dtype) not in CASTS:
             raise ConfigError(f"no conversion from {self.src_dtype} to {self.dst_dtype}")
-        if self.factors.dtype != np.float32 or not np.isfinite(self.factors).all():
-            raise ConfigError("factors of a conversion must be finite float32")
+        is_positive = np.isfinite(self.factors).all() and (self.factors > 0).all()
+        if self.factors.dtype != np.float32 or not is_positive:
+            raise ConfigError("factors of a conversion must be positive and finite float32")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
