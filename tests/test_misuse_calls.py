@@ -1,4 +1,4 @@
-"""Calls that make no sense: another's handle, a second endpoint, two threads, the node's own
+"""Calls that make no sense: another's handle, two threads, the node's own
 thread. Each is told at once, and the next request succeeds."""
 
 from __future__ import annotations
@@ -101,17 +101,6 @@ def test_a_handle_of_a_former_life_is_not_taken_for_the_new_ones(
             with pytest.raises(ConfigError, match="is no handle"):
                 call(wrong)
     assert not new.is_finished
-    serve(world, prefill, decode, 2)
-
-
-def test_a_second_endpoint_would_take_the_news_of_the_first(
-    world: World, engines: tuple[Engine, Engine]
-) -> None:
-    prefill, decode = engines
-    with pytest.raises(ConfigError, match="has an endpoint"):
-        DecodeEndpoint(decode.nodes[0])
-    with pytest.raises(ConfigError, match="has an endpoint"):
-        PrefillEndpoint(prefill.nodes[0])
     serve(world, prefill, decode, 2)
 
 

@@ -26,6 +26,7 @@ from pdkv.endpoint.events import Change
 from pdkv.endpoint.records import LocalRank, Planner
 from pdkv.endpoint.settings import check_settings
 from pdkv.endpoint.staging import StagingMemory
+from pdkv.endpoint.watchers import Watchers
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ControlChannel, TransferBackend
 from pdkv.layout import EngineLayout, PoolLayout
@@ -107,7 +108,7 @@ class Node:
             raise
         self._changes: dict[type, deque[Change]] = {Identity: deque(), int: deque()}
         self._broken: str = ""
-        self._watchers: list[Callable[[], None]] = []
+        self._watchers = Watchers()
         self.is_closed = False  # whether `close` was called
         self._thread: threading.Thread | None = None
         if threaded:
@@ -170,11 +171,11 @@ class Node:
     def watch(self, wake: Callable[[], None]) -> None:
         """Call `wake` from the node's thread when it has news for an endpoint; without a thread
         news come with `poll`. What `wake` raises is logged and counted (`watcher_errors`)."""
-        self._watchers.append(wake)
+        self._watchers.add(wake)
 
     def unwatch(self, wake: Callable[[], None]) -> None:
         """The inverse; unknown ones are ignored."""
-        self._watchers = [other for other in self._watchers if other != wake]
+        self._watchers.remove(wake)
 
     def call(self, command: Callable[[float], None]) -> None:
         """Hand a command to whoever runs the core."""
@@ -190,13 +191,8 @@ class Node:
         ConfigError where none comes: a node without a thread of its own answers as the engine
         polls.
         """
-        is_stepper = self._thread is None and self._stepper == threading.get_ident()
-        if (
-            self._broken
-            or is_stepper
-            or self.is_closed
-            or self._thread is threading.current_thread()
-        ):
+        runner = self._stepper if self._thread is None else self._thread.ident
+        if self._broken or self.is_closed or runner == threading.get_ident():
             return question()
         done: threading.Event = threading.Event()
         answers: list[object] = []
@@ -224,10 +220,9 @@ class Node:
         """
         health = self.ask(lambda: self.core.health(self._clock(), max_waiting))
         assert isinstance(health, Health)
-        problem = f"the node's thread has died: {self._broken}" if self._broken else ""
-        if self.is_closed:
-            problem = "the node is closed"
-        if problem:
+        if self._broken or self.is_closed:
+            died = f"the node's thread has died: {self._broken}"
+            problem = "the node is closed" if self.is_closed else died
             return msgspec.structs.replace(health, problems=(problem, *health.problems))
         return health
 
@@ -359,7 +354,6 @@ class Node:
 
     def close(self) -> None:
         """Stop the thread, then give sockets, registrations and handles back. Idempotent.
-
         ConfigError from the node's own thread, that is from a watcher: it can't wait for itself.
         """
         if self.is_closed:
@@ -386,7 +380,7 @@ class Node:
                 core, now = self.core, self._clock()
                 has_moved = core.step(now)
                 if core.requests.changes:
-                    self._call_watchers(core)
+                    self._watchers.call(core.counters)
                 if has_moved:
                     moved_at = now
                     continue
@@ -397,14 +391,6 @@ class Node:
         except Exception as error:
             self._broken = f"{type(error).__name__}: {error}"
             _log.exception("the node's thread has died")
-
-    def _call_watchers(self, core: NodeCore) -> None:
-        for wake in self._watchers:
-            try:
-                wake()
-            except Exception:
-                core.counters["watcher_errors"] += 1
-                _log.exception("what watches the node has failed")
 
 
 def _check_memory(pool: PoolLayout, aux: AuxBuffers, incarnation: bytes) -> None:
