@@ -374,9 +374,9 @@ def report(fleet: Fleet, unit: Unit, hours: float, beats: list[float]) -> None:
     ways = sum(fleet.peers(g) * g.layout.parallel.num_ranks for g in groups) / 2
     per_rank = counts["requests"] / seconds * fleet.pairs / (num_ranks / 2)
     beat_s = statistics.median(beats)
-    most = max(peers)
+    most, idle_s = max(peers), Limits().idle_keepalive_s
     cpu = {
-        "keepalives": most * 2 * unit.keepalive_s / 2,
+        "keepalives": most * 2 * unit.keepalive_s / 2 / idle_s,
         "requests": per_rank * unit.request_s / 2,
     }
     print(f"{len(groups)} engines, {num_ranks} ranks, {fleet.pairs} pairs of ranks a request")
@@ -388,7 +388,7 @@ def report(fleet: Fleet, unit: Unit, hours: float, beats: list[float]) -> None:
         f"{rooms * unit.room_nbytes / 1e6:.1f} MB of {rooms} rooms"
     )
     print(
-        f"keepalives in the fleet: {2 * ways:.0f}/s; messages of requests: "
+        f"keepalives in the fleet: {2 * ways / idle_s:.0f}/s; messages of requests: "
         f"{counts['requests'] / seconds * fleet.pairs * unit.request_messages:.0f}/s"
     )
     print("CPU of the busiest rank: " + ", ".join(f"{k} {v:.1%}" for k, v in cpu.items()))
@@ -400,7 +400,7 @@ def report(fleet: Fleet, unit: Unit, hours: float, beats: list[float]) -> None:
     print("first bounds, in ranks of the other side that one rank may meet:")
     print(
         f"  {(SOFT_LIMIT_OF_FILES - FILES_OF_A_RANK) // FILES_OF_A_PEER} at 1,024 descriptors, "
-        f"{0.1 / max(1e-9, unit.keepalive_s):.0f} at 10 % of a core for keepalives, "
+        f"{0.1 * idle_s / max(1e-9, unit.keepalive_s):.0f} at 10 % of a core for keepalives, "
         f"{Limits().max_peers} by limits.max_peers"
     )
     print(

@@ -29,6 +29,7 @@ PREFILL, DECODE = ("p0", "p1"), ("d0", "d1")
 ENGINES = {"p0": 2, "p1": 2, "d0": 1, "d1": 4}
 MAX_IN_FLIGHT = 48
 GONE_AFTER_S = 5.0
+GROWTH = ("num_fds", "rss_mb", "malloc_used_mb", "malloc_free_mb", "python_blocks")
 
 
 class Soak:
@@ -128,7 +129,7 @@ def report(fleet: Fleet, before: dict[str, dict[str, float]]) -> bool:
     print(f"idle: {idle}; growth of those that lived through: {grown}")
     if not idle:
         print(fleet.stats)
-    few = all(fds <= 12 and mb <= 64 for fds, mb in grown.values())
+    few = all(g["num_fds"] <= 12 and g["rss_mb"] <= 64 for g in grown.values())
     return not unexplained and not fleet.unfinished and idle and few
 
 
@@ -139,13 +140,10 @@ def cause(request: Request) -> str:
 
 def growth(
     before: dict[str, dict[str, float]], after: dict[str, dict[str, float]]
-) -> dict[str, tuple[float, float]]:
-    """Descriptors and megabytes that an engine has more than after its first requests."""
+) -> dict[str, dict[str, float]]:
+    """What an engine has more than after its first requests: descriptors, and where memory is."""
     return {
-        name: (
-            after[name]["num_fds"] - stats["num_fds"],
-            round(after[name]["rss_mb"] - stats["rss_mb"], 1),
-        )
+        name: {key: round(after[name][key] - stats[key], 1) for key in GROWTH}
         for name, stats in before.items()
         if after[name]["incarnation"] == stats["incarnation"]
     }

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import select
 import sys
 import time
@@ -23,6 +22,7 @@ import numpy.typing as npt
 import torch
 import zmq
 
+import process_memory
 from pdkv.backends import get_backend
 from pdkv.control.zmq import ZmqControl
 from pdkv.endpoint import (
@@ -185,17 +185,14 @@ class Engine:
 
     def stats(self) -> dict[str, Any]:
         health = [node.health() for node in self.nodes]
-        with open("/proc/self/statm") as statm:
-            resident = int(statm.read().split()[1])
         return {
+            **process_memory.read(),
             "live": sum(endpoint.num_live for endpoint in (*self.prefill, *self.decode)),
             "waiting": sum(map(len, self.waiting.values())),
             "pages": self.pages.available,
             "total_pages": NUM_PAGES,
             "aux": [aux.available for aux in self.auxes],
             "quarantined": sum(each.num_quarantined for each in health),
-            "num_fds": len(os.listdir("/proc/self/fd")),
-            "rss_mb": resident * resource.getpagesize() / 1e6,
             "problems": [text for each in health for text in each.problems],
             "counters": health[0].counters,
             "incarnation": self.incarnation.hex(),

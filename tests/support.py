@@ -17,7 +17,7 @@ from pdkv.endpoint import (
     PrefillEndpoint,
     StagingMemory,
 )
-from pdkv.interfaces import CopyKernels
+from pdkv.interfaces import BackendLimits, CopyKernels
 from pdkv.kernels.cpu import CpuKernels
 from pdkv.layout import AuxField, EngineLayout, KVLayout, MemoryRegion
 from pdkv.limits import Limits
@@ -113,6 +113,7 @@ class Engine:
         order: str = "NHD",
         staging: StagingSetting | None = None,
         recorded: bool = False,
+        limits: BackendLimits | None = None,
     ) -> None:
         self.layout = layout
         self.incarnation = life.to_bytes(16, "big")
@@ -124,7 +125,7 @@ class Engine:
         for rank_id in range(layout.parallel.num_ranks):
             aux = AuxBuffers(AUX, num_rows=8)
             pool = KVPool(layout, rank_id, num_pages, order=order)  # type: ignore[arg-type]
-            backend = LoopbackBackend(fabric=world.fabric)
+            backend = LoopbackBackend(fabric=world.fabric, limits=limits)
             described, memory = pool.layout(aux), None
             if staging is not None:
                 memory = staging.memory()

@@ -92,10 +92,13 @@ def test_every_engine_sends_to_every_other_at_the_same_time(world: World) -> Non
         holds(engine, cache, pages)
 
 
-def test_a_prefix_goes_from_prefill_to_prefill_and_from_decode_to_decode(world: World) -> None:
+def test_a_prefix_goes_between_prefill_engines_and_between_decode_engines_and_back(
+    world: World,
+) -> None:
     """The second engine fetches what the first computed, then serves it as its own: to a decode
-    engine, which hands it on to another one. Nothing but the order of calls tells roles apart."""
-    sizes = {"p0": 2, "p1": 3, "d0": 1, "d1": 2}
+    engine, which hands it on to another one, and that to a third prefill engine. Nothing but the
+    order of calls tells roles apart."""
+    sizes = {"p0": 2, "p1": 3, "d0": 1, "d1": 2, "p2": 3}
     engines = {n: world.engine(n, small_layout(tp_size=size)) for n, size in sizes.items()}
     copies = Copies()
     pages, row = copies.place("p0")
@@ -110,7 +113,7 @@ def test_a_prefix_goes_from_prefill_to_prefill_and_from_decode_to_decode(world: 
         holds(engines[dst], cache, pages)
     for name, engine in engines.items():
         assert not engine.events(RequestFailed)
-        assert len(engine.events(Released)) == (1 if name in ("p0", "d1") else 2)
+        assert len(engine.events(Released)) == (1 if name in ("p0", "p2") else 2)
 
 
 def test_an_engine_is_drained_and_replaced_without_a_failed_request(world: World) -> None:
@@ -230,3 +233,21 @@ def test_an_idle_peer_that_falls_silent_is_forgotten_in_the_same_time(world: Wor
     assert len(peers) == 1
     world.run(60, dt=0.01)
     assert len(peers) == 0
+
+
+def test_of_a_life_that_was_declared_gone_nothing_is_kept(world: World) -> None:
+    prefill = world.engine("p", small_layout())
+    readers = [world.engine(f"d{number}", small_layout()) for number in range(2)]
+    copies, core = Copies(), prefill.nodes[0].core
+    prefill.fill(seed=1)
+    for number, reader in enumerate(readers):
+        room = next(copies.rooms)
+        copies.ask(reader, f"d{number}", prefill.record, room)
+        copies.serve(prefill, room, *copies.place("p"))
+    world.run(60)
+    assert core.requests.rooms.num_tombstones == 2
+    readers[0].kill()
+    prefill.prefill[0].declare_gone(readers[0].incarnation)
+    world.run(60, dt=0.01)
+    assert core.requests.rooms.num_tombstones == 1, "the other one may still ask"
+    assert [peer.key[0] for peer in core.links.peers] == [readers[1].incarnation]

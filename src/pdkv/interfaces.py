@@ -59,11 +59,14 @@ class BackendLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one post, and of what may be in flight. The caller splits and waits.
 
     A backend that copies inside `post` keeps `max_nbytes_per_post` so small that nobody minds.
+    `max_in_flight` counts posts; the backend refuses more. `max_runs_in_flight` counts their runs,
+    where an engine keeps memory for each: the caller sees to it, and a single post may be larger.
     """
 
     max_runs_per_post: int = 1 << 20
     max_nbytes_per_post: int = 1 << 40
     max_in_flight: int = 1024
+    max_runs_in_flight: int = 1 << 24
 
 
 class Telemetry(msgspec.Struct, frozen=True):

@@ -56,6 +56,10 @@ from pdkv.plan import Runs
 
 __all__ = ["NixlBackend"]
 
+_LIMITS = BackendLimits(
+    max_nbytes_per_post=32 << 20, max_runs_per_post=1024, max_runs_in_flight=8192
+)
+
 
 @dataclass(kw_only=True)
 class _Peer:
@@ -81,7 +85,8 @@ class NixlBackend:
     progress_thread: turn it off only where somebody calls `poll` at least every few milliseconds,
     always. progress_delay_us: how long that thread may sleep (rounded up to milliseconds).
     telemetry: completions carry what NIXL measured.
-    limits: the default cuts posts at 32 MiB, since CMA copies inside `post`.
+    limits: the default cuts posts at 32 MiB, since CMA copies inside `post`, and at 1,024 runs, of
+    which a node has 8,192 in flight: over TCP UCX keeps 8 KiB for each, and never gives them back.
 
     After an error on a transfer its peer is dead: posts to it raise until `disconnect` and a new
     `connect`. The handle of such a transfer is kept until then: released earlier it would still
@@ -114,7 +119,7 @@ class NixlBackend:
         telemetry: bool = False,
         limits: BackendLimits | None = None,
     ) -> None:
-        self.limits = limits or BackendLimits(max_nbytes_per_post=32 << 20)
+        self.limits = limits or _LIMITS
         self.agent_name = f"{name or socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent: Any = make_agent(
             load_api(),

@@ -107,3 +107,4 @@ class Lane(msgspec.Struct, eq=False):
 
     pending: deque[Write] = msgspec.field(default_factory=deque)
     num_in_flight: int = 0
+    num_runs: int = 0  # in flight

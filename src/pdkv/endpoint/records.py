@@ -226,6 +226,14 @@ class Graveyard:
         while len(self._tombstones) > self._limits.max_tombstones:
             self._tombstones.popitem(last=False)
 
+    def forget(self, incarnation: bytes) -> None:
+        """That life is over: nobody asks after its requests."""
+        for identity in [each for each in self._tombstones if each.incarnation == incarnation]:
+            del self._tombstones[identity]
+
+    def __len__(self) -> int:
+        return len(self._tombstones)
+
     def get(self, identity: Identity) -> Tombstone | None:
         """How this identity ended, if it is remembered."""
         return self._tombstones.get(identity)

@@ -335,7 +335,7 @@ class Requests:
     def declare_gone(self, incarnation: bytes, now: float) -> None:
         """The operator's proof: that life of that engine is over and can't write any more."""
         self._links.declare_gone(incarnation)
-        self.rooms.drop_early(incarnation)
+        self.rooms.forget_life(incarnation)
         for owner in self.owners():
             if owner.engine == incarnation:
                 for rank_id in self.peer_ranks(owner):

@@ -223,6 +223,16 @@ class Rooms:
                 for identity in gone:
                     self._links.let_go(identity)
 
+    def forget_life(self, incarnation: bytes) -> None:
+        """It was declared gone: nothing is kept for a question that can't come."""
+        self.drop_early(incarnation)
+        self._dead.forget(incarnation)
+
+    @property
+    def num_tombstones(self) -> int:
+        """Requests that are over and of which the outcome is still known."""
+        return len(self._dead)
+
     def on_abort(self, peer: Peer, identity: Identity, cause: str, now: float) -> None:
         """A reader gave up. Whatever this rank knows of the identity, Quiesced must follow."""
         owner = self.sender_of(identity)

@@ -47,7 +47,10 @@ class Writes:
         self._clock = clock
         self._lanes: dict[str, Lane] = {}
         self._lane_limit = max(1, backend.limits.max_in_flight // _LANE_SHARE)
-        self._in_flight: dict[int, Write] = {}
+        self._max_runs = backend.limits.max_runs_in_flight
+        self._lane_max_runs = max(1, self._max_runs // _LANE_SHARE)
+        self._num_runs = 0
+        self._in_flight: dict[int, tuple[Write, int]] = {}  # and how many runs of it
         self._ended: list[tuple[Sending, WriteEnded]] = []
 
     def queue(
@@ -77,7 +80,7 @@ class Writes:
         for write in dropped:
             self._return_buffer(write)
         dropped += [w.rider for w in dropped if w.rider is not None]
-        for write in self._in_flight.values():
+        for write, _ in self._in_flight.values():
             if write.owner is owner and write.parts:
                 write.fail("abandoned", quiet=True)
         return [WriteEnded(w.peer.rank_id, w.tag, "abandoned") for w in dropped]
@@ -85,7 +88,7 @@ class Writes:
     def waits(self) -> dict[int, Counter[str]]:
         """By sender's handle, how many tags wait for what: for an operator."""
         found: dict[int, Counter[str]] = {}
-        for write in self._in_flight.values():
+        for write, _ in self._in_flight.values():
             found.setdefault(write.owner.handle, Counter())["wire"] += 1
         for lane in self._lanes.values():
             for write in lane.pending:
@@ -145,13 +148,19 @@ class Writes:
             write.ready = ()
             if write.is_gathering:
                 self._end_gather(write)
-            return write
+            return None if self._is_crowded(lane, write) else write
         return None
 
     def _end_gather(self, write: Write) -> None:
         """What was gathered may go; no ready event is left to wait for."""
         write.gather_to = self._clock()
         write.owner.stats.gather_s += write.gather_to - write.gather_from
+
+    def _is_crowded(self, lane: Lane, write: Write) -> bool:
+        """The next part must wait for runs that are in flight: here, or to all peers together."""
+        num_runs = write.parts[0].num_runs if write.parts else 0
+        limits = ((self._num_runs, self._max_runs), (lane.num_runs, self._lane_max_runs))
+        return num_runs > 0 and any(n > 0 and n + num_runs > limit for n, limit in limits)
 
     def _lacks_buffer(self, write: Write) -> bool:
         """A staged tag that can't be gathered yet."""
@@ -172,7 +181,7 @@ class Writes:
         if write.parts is None:
             self._plan(write)
             self._take_rider(lane, write)
-            if write.ready:  # its gather is under way
+            if write.ready or self._is_crowded(lane, write):  # its gather is under way, or others
                 return True
         if write.parts:
             try:
@@ -206,9 +215,11 @@ class Writes:
         write.owner.stats.post_s += posted - posting
         write.note_part(posting, posted)
         self._count(write, part)
-        self._in_flight[transfer_id] = write
+        self._in_flight[transfer_id] = (write, part.num_runs)
         write.num_in_flight += 1
         lane.num_in_flight += 1
+        lane.num_runs += part.num_runs
+        self._num_runs += part.num_runs
         return True
 
     def _notification(self, write: Write) -> bytes:
@@ -340,13 +351,16 @@ class Writes:
     def poll(self, now: float) -> Sequence[tuple[Sending, WriteEnded]]:
         """What ended since the last call."""
         for completion in self._backend.poll(now):
-            write = self._in_flight.pop(completion.transfer_id, None)
-            if write is None:
+            posted = self._in_flight.pop(completion.transfer_id, None)
+            if posted is None:
                 continue
+            write, num_runs = posted
             write.num_in_flight -= 1
+            self._num_runs -= num_runs
             lane = self._lanes.get(write.peer.backend_key)
             if lane is not None:
                 lane.num_in_flight -= 1
+                lane.num_runs -= num_runs
             if completion.error:
                 if write.parts and lane is not None:
                     lane.pending.remove(write)
