@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pdkv.endpoint import (
     Bootstrapped,
@@ -23,7 +23,10 @@ from pdkv.protocol import Identity
 from pdkv.testing.sim.engine import SimEngine, SimRank
 from pdkv.testing.sim.memory import Violation
 
-__all__ = ["Attempt", "Checkers", "Trouble", "check_idle"]
+if TYPE_CHECKING:
+    from pdkv.testing.sim.world import World
+
+__all__ = ["Attempt", "Checkers", "Trouble", "check_idle", "check_told"]
 
 _ENDS = (Succeeded, RequestFailed, Recompute)
 
@@ -84,12 +87,28 @@ class Checkers:
             found = self.attempts[key] = Attempt(key, prompt, engine, now)
         return found
 
+    def open(self, rank: SimRank, handle: int, prompt: int, now: float) -> None:
+        """A prefill rank has opened a room."""
+        self.start((rank.engine.incarnation, handle), prompt, rank.engine, now)
+
+    def submit(
+        self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine | None, now: float
+    ) -> None:
+        """A decode rank is about to submit or announce; no prefill engine: a fake one."""
+        attempt = self.start(identity, prompt, rank.engine, now)
+        if prefill is not None:
+            attempt.peer = prefill.index
+            if not prefill.is_alive:
+                attempt.blames.add("prefill is dead")
+
     def saw(self, rank: SimRank, event: EndpointEvent, now: float) -> Attempt:
         """A rank's scheduler sees an event: outcomes are final, and Released comes last."""
         key = _key(rank, event)
         attempt = self.attempts.get(key)
         if attempt is None:
-            raise Violation("outcome", f"{type(event).__name__} of {key}, which nobody asked for")
+            said = "`rank.opened`" if event.handle else "`rank.submitting`"
+            text = f"{type(event).__name__} of {key}, for which {rank.key} never said {said}"
+            raise Violation("outcome", text)
         told = self._by_rank[rank.key, key]
         kind = type(event).__name__
         if isinstance(event, _ENDS):
@@ -103,6 +122,8 @@ class Checkers:
             if not told or told[-1] not in [end.__name__ for end in _ENDS]:
                 raise Violation("outcome", f"{key} is released on {rank.key} after {told}")
             attempt.is_released = True
+        if isinstance(event, Succeeded) and event.key in rank.memory.pages:
+            rank.unused[event.key] = attempt.prompt
         told.append(kind)
         return attempt
 
@@ -200,6 +221,30 @@ class Checkers:
 
 def _key(rank: SimRank, event: EndpointEvent) -> Any:
     return (rank.engine.incarnation, event.handle) if event.handle else event.key
+
+
+def check_told(world: World) -> None:
+    """At the end every request that a scheduler was told of was begun, ended and used."""
+    alive = [engine for engine in world.engines if engine.is_alive]
+    for engine in alive:
+        name = engine.spec.name
+        for rank in engine.ranks:
+            waiting = rank.scheduler.num_waiting()
+            if waiting:
+                raise Violation("scheduler", f"{rank.key} still has {waiting} requests waiting")
+            for prompt in rank.unused.values():
+                text = f"prompt {prompt} succeeded on {rank.key}, which never said `rank.use`"
+                raise Violation("scheduler", text)
+        for prompt in world.live:
+            if world.engines[world.specs[prompt].decode] is engine:
+                newest = world.checkers.newest(prompt)
+                what = "was never begun" if newest is None else "never said `host.ended`"
+                raise Violation("scheduler", f"prompt {prompt} reached {name} and {what}")
+    begun = {attempt.prompt for attempt in world.checkers.attempts.values()}
+    for prompt, engine in world.alone.items():
+        if prompt not in begun and engine in alive and engine.is_admitting:
+            text = f"fake prompt {prompt} reached {engine.spec.name} and was never begun"
+            raise Violation("scheduler", text)
 
 
 def check_idle(engine: SimEngine) -> None:

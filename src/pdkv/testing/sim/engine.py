@@ -86,6 +86,7 @@ class SimRank:
         is_decode = spec.role == "decode"
         self.endpoint: Any = DecodeEndpoint(self.node) if is_decode else PrefillEndpoint(self.node)
         self.seen: list[EndpointEvent] = []
+        self.unused: dict[Any, int] = {}  # succeeded, and its scheduler has not said `use`
         self.events: list[EndpointEvent] = []
         self.scheduler: Scheduler
 
@@ -208,6 +209,7 @@ class SimRank:
     ) -> None:
         """A request succeeded and begins to run: its first `covered` tokens must be there, and
         nothing else."""
+        self.unused.pop(identity, None)
         content = self.memory.content(spec.prompt, spec.num_tokens, covered)
         self.memory.check_pages(pages, content, "at Success")
         check_hand_over(self.aux, aux_index, identity, self.engine.host.prompt_of(identity))

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
 
+from pdkv.errors import ConfigError
 from pdkv.testing.sim.draw import draw, layouts
 from pdkv.testing.sim.memory import Violation
 from pdkv.testing.sim.planner import SimPlanner
+from pdkv.testing.sim.recipe import recipe
 from pdkv.testing.sim.scenario import FAULT_KINDS, Scenario, StagingSpec
 from pdkv.testing.sim.shrink import shrink
 from pdkv.testing.sim.world import Result, Schedulers, World
@@ -24,13 +28,20 @@ _COLLECT_EVERY = 64
 
 
 class Failure(AssertionError):
-    """A seed broke a rule. The text has the seed, the shortest schedule found, and a snippet."""
+    """A seed broke a rule. The text has the seed, the shortest schedule found, and a snippet; its
+    cause is the Violation, whose own cause is what a scheduler or the library raised."""
 
-    def __init__(self, violation: Violation, scenario: Scenario, full: Scenario) -> None:
-        super().__init__(_describe(violation, scenario, full))
+    def __init__(
+        self,
+        violation: Violation,
+        scenario: Scenario,
+        full: Scenario,
+        again: tuple[list[str], str] = (["from pdkv.testing.sim import Simulator"], ""),
+    ) -> None:
+        super().__init__(_describe(violation, scenario, full, again))
         self.violation = violation
         self.scenario = scenario
-        self._arguments = (violation, scenario, full)
+        self._arguments = (violation, scenario, full, again)
 
     def __reduce__(self) -> tuple[type, tuple[object, ...]]:
         """Whole again in the process that waits for a batch."""
@@ -89,11 +100,19 @@ class Simulator:
         kinds: Collection[str] = FAULT_KINDS,
         staging: StagingSpec | None = None,
     ) -> None:
+        _check(schedulers, kinds)
         self._staging = staging
         self._schedulers = schedulers
         self._pairs = pairs or layouts()
         self._with_faults = with_faults
         self._kinds = kinds
+        self._again = recipe(
+            schedulers=schedulers,
+            has_pairs=pairs is not None,
+            with_faults=with_faults,
+            kinds=kinds,
+            staging=staging,
+        )
         self._planner = SimPlanner()
         self._exact = SimPlanner(exact=True)
 
@@ -109,7 +128,11 @@ class Simulator:
         return World(scenario, planner=planner, schedulers=self._schedulers).run()
 
     def run(self, seeds: Iterable[int]) -> Report:
-        """Run seeds until one fails: `Failure`."""
+        """Run seeds until one fails: `Failure`. What nodes warn of meanwhile is not shown."""
+        with _quiet():
+            return self._run(seeds)
+
+    def _run(self, seeds: Iterable[int]) -> Report:
         report = Report()
         for number, seed in enumerate(seeds):
             if number % _COLLECT_EVERY == 0:
@@ -118,7 +141,8 @@ class Simulator:
             violation = self.violation(scenario, report)
             if violation is not None:
                 shortest = shrink(scenario, violation, self.violation)
-                raise Failure(self.violation(shortest) or violation, shortest, scenario)
+                violation = self.violation(shortest) or violation
+                raise Failure(violation, shortest, scenario, self._again) from violation
         return report
 
     def replay(
@@ -145,16 +169,44 @@ class Simulator:
         except Violation as violation:
             return violation
         except Exception as error:
-            return Violation("exception", f"{type(error).__name__}: {error}")
+            broken = Violation("exception", f"{type(error).__name__}: {error}")
+            broken.__cause__ = error
+            return broken
         if report is not None:
             report.add(result)
         return None
 
 
-def _describe(violation: Violation, scenario: Scenario, full: Scenario) -> str:
+def _check(schedulers: Schedulers | None, kinds: Collection[str]) -> None:
+    """ConfigError for what would fail with the first seed, or would never take effect."""
+    if schedulers is not None and set(schedulers) != {"prefill", "decode"}:
+        raise ConfigError(f"schedulers of prefill and decode are needed, got {list(schedulers)}")
+    unknown = sorted(set(kinds) - set(FAULT_KINDS))
+    if unknown or isinstance(kinds, str):
+        raise ConfigError(f"no kinds of faults: {unknown or kinds!r}; there are {FAULT_KINDS}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Simulated nodes warn of what is done to them on purpose; errors are shown."""
+
+    def is_error(record: logging.LogRecord) -> bool:
+        return record.levelno >= logging.ERROR
+
+    log = logging.getLogger("pdkv")
+    log.addFilter(is_error)
+    try:
+        yield
+    finally:
+        log.removeFilter(is_error)
+
+
+def _describe(
+    violation: Violation, scenario: Scenario, full: Scenario, again: tuple[list[str], str]
+) -> str:
+    imports, arguments = again
     prompts = tuple(request.prompt for request in scenario.requests)
     indices = tuple(full.faults.index(fault) for fault in scenario.faults)
-    staging = f"staging={full.staging}" if full.staging else ""
     lines = [
         f"seed {full.seed} breaks a rule: {violation}",
         f"shortest schedule found ({len(scenario.requests)} of {len(full.requests)} requests, "
@@ -162,9 +214,8 @@ def _describe(violation: Violation, scenario: Scenario, full: Scenario) -> str:
         *(f"  {request}" for request in scenario.requests),
         *(f"  {fault}" for fault in scenario.faults),
         "again:",
-        "  from pdkv.testing.sim import Simulator",
-        *(["  from pdkv.testing.sim import StagingSpec"] if full.staging else []),
-        f"  Simulator({staging}).replay({full.seed}, requests={prompts}, faults={indices}, "
+        *(f"  {line}" for line in imports),
+        f"  Simulator({arguments}).replay({full.seed}, requests={prompts}, faults={indices}, "
         f"has_jitter={scenario.has_jitter})",
     ]
     return "\n".join(lines)

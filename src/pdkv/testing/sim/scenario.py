@@ -74,7 +74,7 @@ class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_pages: int
 
 
-class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
+class RequestSpec(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One request of the workload. `prompt` labels its bytes.
 
     `open_after_s`: prefill's open against decode's submit; may be negative. `eager`: prefill
@@ -123,7 +123,7 @@ class StagingSpec(msgspec.Struct, frozen=True, kw_only=True):
     copy_s: float = 0.0005
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class Fault(msgspec.Struct, frozen=True, kw_only=True, repr_omit_defaults=True):
     """One injected fault. What `engine`, `rank`, `peer` and `amount` mean depends on its kind."""
 
     kind: str

@@ -13,7 +13,7 @@ from typing import Any
 
 from pdkv.endpoint import Succeeded
 from pdkv.protocol import Identity
-from pdkv.testing.sim.checkers import Checkers, Trouble, check_idle
+from pdkv.testing.sim.checkers import Checkers, Trouble, check_idle, check_told
 from pdkv.testing.sim.engine import SimEngine, SimRank
 from pdkv.testing.sim.fabric import Delays, SimBackend, SimFabric
 from pdkv.testing.sim.host import Input, Scheduler
@@ -80,6 +80,7 @@ class World:
         self._schedulers = schedulers or {"prefill": PrefillScheduler, "decode": DecodeScheduler}
         self._marks: dict[Identity, int] = {}
         self._tries: Counter[int] = Counter()
+        self.alone: dict[int, SimEngine] = {}  # by prompt: who has heard of a fake one
         self.live: set[int] = set()  # prompts that live at decode, or are on their way there
         self._over: set[tuple[int, int]] = set()  # tries that decode has given up
         self.seen: set[Any] = set()
@@ -157,6 +158,7 @@ class World:
 
     def _finish(self) -> None:
         self.checkers.conclude(self.timeline.now)
+        check_told(self)
         # Nothing comes after the end, either: of the nodes for a while, of the wires for longer.
         for seconds in (0.06, 0.3):
             until = self.timeline.now + seconds
@@ -228,6 +230,7 @@ class World:
         """No peer will ever hear of it."""
         if engine.is_admitting:
             self.effects["fake"] += 1
+            self.alone[spec.prompt] = engine
             engine.tell(Input("arrive", spec))
 
     def _open(self, prefill: SimEngine, spec: RequestSpec, num_tries: int) -> None:
@@ -334,11 +337,7 @@ class World:
         self, rank: SimRank, identity: Identity, prompt: int, prefill: SimEngine | None
     ) -> None:
         """A decode rank is about to submit or announce; no prefill engine: a fake one."""
-        attempt = self.checkers.start(identity, prompt, rank.engine, self.timeline.now)
-        if prefill is not None:
-            attempt.peer = prefill.index
-            if not prefill.is_alive:
-                attempt.blames.add("prefill is dead")
+        self.checkers.submit(rank, identity, prompt, prefill, self.timeline.now)
 
     def mark_of(self, identity: Identity) -> int:
         """The mark of an identity in its ranks' memory."""
@@ -346,8 +345,7 @@ class World:
 
     def opened(self, rank: SimRank, handle: int, prompt: int) -> None:
         """A prefill rank has opened a room."""
-        key = (rank.engine.incarnation, handle)
-        self.checkers.start(key, prompt, rank.engine, self.timeline.now)
+        self.checkers.open(rank, handle, prompt, self.timeline.now)
 
     def aborting(self, rank: SimRank, prompt: int, cause: str) -> None:
         """A scheduler gives a request up."""
