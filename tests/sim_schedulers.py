@@ -115,12 +115,12 @@ class NeverOpens(PrefillScheduler):
 MISTAKES: dict[type, str] = {
     FreesAtAbort: "ownership",
     DecidesPerRank: "group",
-    IgnoresRecompute: "scheduler",
+    IgnoresRecompute: "scheduler|idle",
     AdmitsTwice: "liveness",
     FreesRowEarly: "ownership|exception|group|idle",
     LosesRequests: "scheduler",
     NeverStarts: "scheduler",
-    NeverUses: "scheduler",
+    NeverUses: "scheduler|idle",
     Raises: "exception",
     NeverOpens: "liveness",
 }

@@ -158,7 +158,6 @@ class World:
 
     def _finish(self) -> None:
         self.checkers.conclude(self.timeline.now)
-        check_told(self)
         # Nothing comes after the end, either: of the nodes for a while, of the wires for longer.
         for seconds in (0.06, 0.3):
             until = self.timeline.now + seconds
@@ -168,6 +167,7 @@ class World:
         for engine in self.engines:
             if engine.is_alive:
                 check_idle(engine)
+        check_told(self)
 
     def _result(self) -> Result:
         attempts = self.checkers.attempts.values()
