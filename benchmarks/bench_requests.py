@@ -8,7 +8,7 @@ By default the loop of each process runs its node (`threaded=False`, `poll` in a
 endpoints alone in their processes; NIXL's progress thread is off then, unless `--progress-thread`.
 `--threaded` leaves it to the node's thread. `--busy` adds a thread to both processes that computes
 in Python all the time; `--switch-interval` sets that of the interpreter, which is what the docs
-recommend there.
+recommend there. `--recorder` gives both nodes one; what it costs is told by `bench_observe.py`.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pdkv.backends import get_backend
 from pdkv.control.zmq import ZmqControl
 from pdkv.endpoint import DecodeEndpoint, Node, Outcome, PrefillEndpoint, Released, Succeeded
 from pdkv.layout import AuxField, EngineLayout, KVLayout
+from pdkv.observe import Recorder
 from pdkv.pool.aux import AuxBuffers
 from pdkv.pool.kv import KVPool
 from pdkv.rendezvous import EngineRecord
@@ -54,6 +55,7 @@ class Side:
             aux=self.aux,
             incarnation=os.urandom(16),
             threaded=arguments.threaded,
+            recorder=Recorder() if arguments.recorder else None,
         )
         self.threaded = arguments.threaded
 
@@ -161,6 +163,7 @@ def main() -> None:
         "--progress-thread", action="store_true", help="NIXL's own, beside a loop that polls"
     )
     parser.add_argument("--transports", default="")
+    parser.add_argument("--recorder", action="store_true", help="metrics and timelines at both")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     os.environ.setdefault("UCX_NET_DEVICES", "lo")

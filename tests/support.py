@@ -99,6 +99,13 @@ class StagingSetting:
         return MemoryRegion(array.ctypes.data, array.nbytes)
 
 
+def recorder_of(recorded: bool | int) -> Recorder | None:
+    """None, one as it is by default, or one that keeps so many slices of a request."""
+    if recorded is True:
+        return Recorder()
+    return Recorder(max_slices=recorded) if recorded else None
+
+
 class Engine:
     """All ranks of one engine, with a KV pool each, and the gate's collective played by a loop."""
 
@@ -112,7 +119,7 @@ class Engine:
         num_pages: int = 32,
         order: str = "NHD",
         staging: StagingSetting | None = None,
-        recorded: bool = False,
+        recorded: bool | int = False,
         limits: BackendLimits | None = None,
     ) -> None:
         self.layout = layout
@@ -142,7 +149,7 @@ class Engine:
                 threaded=False,
                 clock=lambda: world.now,
                 staging=memory,
-                recorder=Recorder() if recorded else None,
+                recorder=recorder_of(recorded),
             )
             self.aux.append(aux)
             self.pools.append(pool)

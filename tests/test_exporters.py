@@ -8,14 +8,16 @@ import threading
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 import test_endpoint as plain
 import test_observe as pure
 from pdkv.endpoint import Succeeded
+from pdkv.errors import ConfigError
 from pdkv.limits import Limits
-from pdkv.observe import METRICS, Phase, Recorder, Slice
+from pdkv.observe import METRICS, Phase, Recorder, RequestTimeline, Slice
 from pdkv.observe.exporters.logs import JsonFormatter, RequestLog
 from pdkv.observe.exporters.pump import Pump
 from pdkv.plan import Tag
@@ -52,11 +54,11 @@ def log() -> tuple[logging.Logger, Lines]:
 def test_a_pump_hands_over_what_finished_and_the_rest_at_its_end() -> None:
     recorder, seen = Recorder(), []
     pump = Pump(recorder.feed("test"), seen.append, period_s=0.001)
-    recorder.finish(pure.succeeded(recorder))
+    recorder.finish(pure.succeeded())
     wait_for(lambda: len(seen) == 1)
     assert pump.close()
     with Pump(recorder.feed("late"), seen.append, period_s=60.0):
-        recorder.finish(pure.succeeded(recorder))
+        recorder.finish(pure.succeeded())
     assert len(seen) == 2
 
 
@@ -69,9 +71,37 @@ def test_a_sink_that_raises_is_counted_and_asked_again(caplog: pytest.LogCapture
 
     with Pump(recorder.feed("test"), sink, period_s=60.0) as pump:
         for _ in range(3):
-            recorder.finish(pure.succeeded(recorder))
+            recorder.finish(pure.succeeded())
     assert (len(seen), pump.num_failed) == (3, 3)
     assert len(caplog.records) == 1, "once is enough"
+
+
+def test_a_sink_that_goes_on_raising_is_asked_once_a_period_until_it_takes_one() -> None:
+    recorder, asked, seen = Recorder(), [], []
+
+    def sink(timeline: RequestTimeline) -> None:
+        asked.append(timeline.ref)
+        if len(asked) < 11:
+            raise RuntimeError("broken")
+        seen.append(timeline.ref)
+
+    feed = recorder.feed("test")
+    with Pump(feed, sink, period_s=60.0) as pump:  # this test is its thread
+        for batch in range(4):
+            for ref in range(100):
+                recorder.finish(pure.succeeded(ref=1000 * batch + ref))
+            pump._hand_over()
+    assert asked[:8] == list(range(8))
+    assert asked[8:10] == [1000, 2000]
+    assert seen == list(range(3000, 3100)), "well again, and all of them"
+    assert pump.num_failed == 10
+    assert feed.num_dropped == 92 + 99 + 99
+
+
+@pytest.mark.parametrize("wrong", [0, -1.0, float("nan"), float("inf"), "1"])
+def test_a_pump_works_at_a_period(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match="period_s must be"):
+        Pump(Recorder().feed("test"), print, period_s=wrong)
 
 
 def test_a_sink_that_blocks_costs_what_it_does_not_take() -> None:
@@ -82,10 +112,10 @@ def test_a_sink_that_blocks_costs_what_it_does_not_take() -> None:
         free.wait(30.0)
 
     pump = Pump(recorder.feed("stuck", max_requests=2), sink, period_s=0.001)
-    recorder.finish(pure.succeeded(recorder))
+    recorder.finish(pure.succeeded())
     assert inside.wait(30.0)
     for _ in range(5):
-        recorder.finish(pure.succeeded(recorder))
+        recorder.finish(pure.succeeded())
     assert not pump.close(timeout_s=0.01)
     recorder.fold()
     assert pure.value(recorder.registry, "pdkv_export_dropped_total", "stuck") == 3
@@ -95,7 +125,7 @@ def test_a_sink_that_blocks_costs_what_it_does_not_take() -> None:
 
 def test_a_log_line_carries_identity_and_figures(log: tuple[logging.Logger, Lines]) -> None:
     logger, lines = log
-    RequestLog(logger)(pure.succeeded(Recorder()))
+    RequestLog(logger)(pure.succeeded())
     words = json.loads(lines.lines[0])
     assert (words["room"], words["attempt"]) == (5, 1)
     assert words["incarnation"] == (b"d" * 16).hex()
@@ -106,7 +136,7 @@ def test_a_log_line_carries_identity_and_figures(log: tuple[logging.Logger, Line
 
 def test_a_failure_is_a_warning_with_its_cause(log: tuple[logging.Logger, Lines]) -> None:
     logger, lines = log
-    timeline = pure.succeeded(Recorder())
+    timeline = pure.succeeded()
     timeline.poll, timeline.cause, timeline.identity = "Failed", "no pages", None
     RequestLog(logger)(timeline)
     words = json.loads(lines.lines[0])
@@ -118,7 +148,7 @@ def test_a_failure_is_a_warning_with_its_cause(log: tuple[logging.Logger, Lines]
 def test_a_logger_that_is_off_costs_no_line(log: tuple[logging.Logger, Lines]) -> None:
     logger, lines = log
     logger.setLevel(logging.ERROR)
-    RequestLog(logger)(pure.succeeded(Recorder()))
+    RequestLog(logger)(pure.succeeded())
     assert lines.lines == []
 
 
@@ -216,9 +246,8 @@ class TestSpans:
         return list(kept.get_finished_spans())
 
     def test_both_sides_of_a_request_are_one_trace(self) -> None:
-        recorder = Recorder()
-        prefill, decode = pure.succeeded(recorder), pure.succeeded(recorder, role="decode")
-        prefill.note(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 2), 4096, 7))
+        prefill, decode = pure.succeeded(), pure.succeeded(role="decode")
+        prefill.noted.append(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 2), 4096, 7))
         spans = self.spans(prefill, decode)
         assert len({span.context.trace_id for span in spans}) == 1
         (wire,) = [span for span in spans if span.name == "wire"]
@@ -229,7 +258,7 @@ class TestSpans:
         assert whole.attributes["pdkv.room"] == 5
 
     def test_a_failure_is_an_error_with_its_cause(self) -> None:
-        timeline = pure.succeeded(Recorder())
+        timeline = pure.succeeded()
         timeline.poll, timeline.cause = "Failed", "no pages"
         (whole,) = [span for span in self.spans(timeline) if span.name == "pdkv prefill"]
         assert (whole.status.is_ok, whole.status.description) == (False, "no pages")

@@ -12,8 +12,11 @@ import pytest
 
 import test_endpoint as plain
 from pdkv.endpoint import Succeeded
-from pdkv.errors import ConfigError
+from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.limits import Limits
+from pdkv.protocol import Identity
+from pdkv.queues.gate import GroupGate
+from pdkv.request.agree import OpenKey, Verdict, Vote, agree, decode_votes, encode_votes
 from support import Engine, World, small_layout
 
 NUM_TOKENS = 19
@@ -114,6 +117,78 @@ def test_gone_are_other_lives_only(world: World, engines: tuple[Engine, Engine])
     with pytest.raises(ConfigError, match="this very node"):
         decode.decode[0].declare_gone(own)
     serve(world, prefill, decode, 2)
+
+
+@pytest.mark.parametrize("wrong", [-3, 2.5, "5", True])
+def test_a_look_at_so_many_requests_takes_a_number(
+    world: World, engines: tuple[Engine, Engine], wrong: Any
+) -> None:
+    prefill, decode = engines
+    plain.ask(decode, prefill, 1, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
+    for look in (decode.decode[0].health, decode.nodes[0].health):
+        with pytest.raises(ConfigError, match="max_waiting must"):
+            look(wrong)
+        assert look(0).waiting == ()
+    plain.serve(prefill, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 1))
+    world.run()
+    assert len(decode.events(Succeeded)) == 1
+
+
+BAD_VERDICTS: list[Any] = [
+    None,
+    "junk",
+    ["junk"],
+    [None],
+    [{}],
+    [Vote(4)],
+    [Verdict("junk", 4, False)],  # type: ignore[arg-type]
+    [Verdict(Identity(1, 1, b"d" * 16), 17, False)],
+    [Verdict(Identity(1, 1, b"d" * 16), 4, False, allocation=9)],
+]
+
+
+@pytest.mark.parametrize("wrong", BAD_VERDICTS, ids=str)
+def test_what_is_no_verdict_is_refused_and_the_good_ones_beside_it_are_not_lost(
+    world: World, wrong: Any
+) -> None:
+    prefill, decode = (world.engine(n, small_layout(tp_size=2)) for n in ("p", "d"))
+    plain.ask(decode, prefill, 1, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
+    plain.serve(prefill, 1, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 1))
+    for _ in range(40):
+        world.run(steps=1)
+        for engine in (prefill, decode):
+            good = agree([endpoint.votes() for endpoint in engine.decode])
+            for endpoint in (*engine.decode, *engine.prefill):
+                with pytest.raises(ConfigError, match="verdict"):
+                    endpoint.apply([*good, *wrong] if isinstance(wrong, list) else wrong)
+    world.run()
+    assert len(decode.events(Succeeded)) == len(prefill.events(Succeeded)) == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["junk"], [{"junk": Vote(4), "more": Vote(4)}], [{}, {OpenKey(1, 1): "junk"}], 5],
+)
+def test_what_are_no_votes_is_refused(wrong: Any) -> None:
+    with pytest.raises(ConfigError, match=r"agree takes|no vote"):
+        agree(wrong)
+
+
+def test_votes_for_a_state_that_there_is_not_are_refused_where_they_come_in() -> None:
+    identity = Identity(1, 1, b"d" * 16)
+    for vote in (Vote(17), Vote(4, allocation=9)):
+        with pytest.raises(RemoteProtocolError, match="state that there is not"):
+            decode_votes(encode_votes({identity: vote}))
+    junk: Any
+    for junk in ("junk", None, b"junk"):
+        with pytest.raises(RemoteProtocolError, match="malformed"):
+            decode_votes(junk)
+        with pytest.raises(RemoteProtocolError, match="malformed"):
+            GroupGate().apply([junk])
+    gate = GroupGate()
+    gate.say(9, 1)  # type: ignore[arg-type]
+    with pytest.raises(RemoteProtocolError, match="no topic"):
+        GroupGate().apply([gate.votes()])
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, 0, "1", None, True])

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
+from random import Random
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -16,6 +20,7 @@ from pdkv.observe import (
     RankName,
     Recorder,
     Registry,
+    RequestTimeline,
     Slice,
     TransferStats,
     attribute,
@@ -25,6 +30,7 @@ from pdkv.observe import (
     slowest_phase,
     trace_events,
 )
+from pdkv.observe.folding import phase_seconds
 from pdkv.plan import Tag
 from pdkv.protocol import Identity
 
@@ -37,7 +43,7 @@ def value(registry: Registry, name: str, *labels: str) -> float:
     return found.value
 
 
-def succeeded(recorder: Recorder, *, role: str = "prefill", at: float = 10.0, ref: object = 4):
+def succeeded(*, role: str = "prefill", at: float = 10.0, ref: object = 4) -> RequestTimeline:
     """A request whose phases take 1, 2, 3 ... ms in their order."""
     stats = TransferStats(submitted_at=at, bootstrapped_at=at + 0.001, nbytes=4096, num_tags=2)
     stats.computed_at, stats.allocated_at = at + 0.001, at + 0.003
@@ -45,7 +51,7 @@ def succeeded(recorder: Recorder, *, role: str = "prefill", at: float = 10.0, re
     stats.wire_s, stats.scatter_s = 0.006, 0.007
     stats.last_tag_at, stats.concluded_at = at + 0.02, at + 0.021
     stats.seen_at = (at + 0.02 if role == "decode" else stats.computed_at) + 0.008
-    timeline = recorder.begin(role, 3, ref, stats)  # type: ignore[arg-type]
+    timeline = RequestTimeline(role, 3, ref, stats)  # type: ignore[arg-type]
     timeline.identity, timeline.poll = IDENTITY, "Success"
     return timeline
 
@@ -113,7 +119,7 @@ def test_a_quantile_is_the_bound_of_its_bucket() -> None:
 @pytest.mark.parametrize("role", ["decode", "prefill"])
 def test_a_finished_request_is_in_every_histogram_of_its_role(role: str) -> None:
     recorder = Recorder()
-    recorder.finish(succeeded(recorder, role=role))
+    recorder.finish(succeeded(role=role))
     recorder.fold()
     assert value(recorder.registry, "pdkv_requests_total", role, "success") == 1
     assert value(recorder.registry, "pdkv_request_bytes", role) == 4096
@@ -128,7 +134,7 @@ def test_a_finished_request_is_in_every_histogram_of_its_role(role: str) -> None
 def test_what_the_queues_noted_counts_for_its_phase_and_is_in_the_timeline() -> None:
     recorder = Recorder()
     recorder.note(4, Phase.PREALLOC, 9.0, 9.5)
-    timeline = succeeded(recorder)
+    timeline = succeeded()
     recorder.finish(timeline)
     recorder.fold()
     seconds = value(recorder.registry, "pdkv_phase_seconds", "prefill", "prealloc")
@@ -139,7 +145,7 @@ def test_what_the_queues_noted_counts_for_its_phase_and_is_in_the_timeline() -> 
 def test_failures_are_counted_apart_and_enter_no_histogram() -> None:
     recorder = Recorder()
     for is_recompute in (False, True, True):
-        timeline = succeeded(recorder)
+        timeline = succeeded()
         timeline.poll, timeline.is_recompute = "Failed", is_recompute
         recorder.finish(timeline)
     recorder.fold()
@@ -150,7 +156,7 @@ def test_failures_are_counted_apart_and_enter_no_histogram() -> None:
 
 def test_staged_bytes_are_told_apart() -> None:
     recorder = Recorder()
-    timeline = succeeded(recorder)
+    timeline = succeeded()
     timeline.stats.num_descriptors = 11
     timeline.stats.num_staged_tags, timeline.stats.staged_nbytes = 1, 1024
     recorder.finish(timeline)
@@ -162,30 +168,93 @@ def test_staged_bytes_are_told_apart() -> None:
 
 
 def test_all_that_is_kept_is_bounded_and_what_is_dropped_is_counted() -> None:
-    recorder = Recorder(max_requests=3, max_slices=2, max_notes=2)
+    recorder = Recorder(max_requests=3, max_notes=2)
     feed = recorder.feed("slow", max_requests=2)
     for ref in range(600):
         recorder.note(1000 + ref, Phase.PREALLOC, 0.0, 1.0)
-        timeline = succeeded(recorder, ref=ref)
-        for _ in range(5):
-            timeline.note(Slice(Phase.WIRE, 1.0, 2.0))
-        assert (len(timeline.slices), timeline.num_dropped) == (2, 3)
-        recorder.finish(timeline)
+        recorder.finish(succeeded(ref=ref))
     assert [timeline.ref for timeline in recorder.finished()] == [597, 598, 599]
     assert len(recorder._notes) == 2
-    assert len(recorder._unfolded) < 300
+    assert len(recorder._log[1]) < 300
     recorder.fold()
     assert value(recorder.registry, "pdkv_export_dropped_total", "slow") == 598
     assert [timeline.ref for timeline in feed.take()] == [598, 599]
     assert feed.take() == []
+    assert feed.num_dropped == 598
+
+
+def test_feeds_read_at_their_own_pace_and_each_gets_all_that_it_has_room_for() -> None:
+    recorder = Recorder(max_requests=1)
+    fast, slow, stuck = (recorder.feed(name, 400) for name in ("fast", "slow", "stuck"))
+    seen: dict[str, list[object]] = {"fast": [], "slow": []}
+    for ref in range(3000):
+        recorder.finish(succeeded(ref=ref))
+        if ref % 7 == 0:
+            seen["fast"] += [timeline.ref for timeline in fast.take()]
+        if ref % 390 == 0:
+            seen["slow"] += [timeline.ref for timeline in slow.take()]
+        assert len(recorder._log[1]) <= 400 + 256
+    seen["fast"] += [timeline.ref for timeline in fast.take()]
+    seen["slow"] += [timeline.ref for timeline in slow.take()]
+    assert seen["fast"] == seen["slow"] == list(range(3000))
+    assert (fast.num_dropped, slow.num_dropped, stuck.num_dropped) == (0, 0, 2600)
+    late = recorder.feed("late")
+    assert (late.take(), late.num_dropped) == ([], 0), "only what finishes from then on"
+    assert [timeline.ref for timeline in stuck.take()] == list(range(2600, 3000))
+
+
+def test_what_an_exporter_gave_up_counts_as_dropped() -> None:
+    recorder = Recorder()
+    feed = recorder.feed("test")
+    recorder.finish(succeeded())
+    assert len(feed.take()) == 1
+    feed.drop(1)
+    assert feed.num_dropped == 1
+
+
+def test_a_feed_is_read_by_another_thread_while_requests_finish() -> None:
+    recorder = Recorder(max_requests=8)
+    feed = recorder.feed("other", max_requests=100_000)
+    seen: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.extend(timeline.ref for timeline in feed.take())
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    one = succeeded()
+    for ref in range(20_000):
+        recorder.finish(msgspec.structs.replace(one, ref=ref))
+    done.set()
+    reader.join()
+    seen.extend(timeline.ref for timeline in feed.take())
+    assert seen == list(range(20_000))
+    assert feed.num_dropped == 0
+
+
+@pytest.mark.parametrize("role", ["decode", "prefill"])
+def test_seconds_of_many_requests_are_those_of_each(role: str) -> None:
+    random = Random(3)
+    timelines = []
+    for ref in range(200):
+        timeline = succeeded(role=role, ref=ref)
+        for name in timeline.stats.__struct_fields__:
+            if name.endswith(("_at", "_s")):
+                setattr(timeline.stats, name, random.choice((0.0, random.uniform(0, 3))))
+        if ref % 3 == 0:
+            timeline.notes = (Slice(Phase(ref % 8), 1.0, random.uniform(0, 5)),)
+        timelines.append(timeline)
+    expected = np.array([timeline.seconds() for timeline in timelines])
+    np.testing.assert_allclose(phase_seconds(timelines, role), expected, rtol=0, atol=1e-12)
 
 
 def test_a_trace_has_a_process_per_rank_and_rows_per_request() -> None:
-    recorder = Recorder()
-    timeline = succeeded(recorder)
-    timeline.note(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 0), 4096, 7))
-    timeline.note(Slice(Phase.WIRE, 10.01, 10.03, 2, Tag(3, 0, 1), 100, 1, is_staged=True))
-    events = trace_events([timeline, succeeded(recorder, ref=5)], rank=RANK, now=11.0)
+    timeline = succeeded()
+    timeline.noted.append(Slice(Phase.WIRE, 10.01, 10.02, 1, Tag(3, 0, 0), 4096, 7))
+    timeline.noted.append(Slice(Phase.WIRE, 10.01, 10.03, 2, Tag(3, 0, 1), 100, 1, is_staged=True))
+    events = trace_events([timeline, succeeded(ref=5)], rank=RANK, now=11.0)
     assert events[0]["args"]["name"] == "rank 3 of 69696969 here"
     assert {event["pid"] for event in events} == {7}
     wires = [event for event in events if event["name"] == "wire"]
@@ -209,8 +278,7 @@ def test_a_trace_has_a_process_per_rank_and_rows_per_request() -> None:
 
 
 def test_what_lasts_is_in_the_trace_until_now_and_says_so() -> None:
-    recorder = Recorder()
-    timeline = recorder.begin("decode", 0, IDENTITY, TransferStats(submitted_at=10.0))
+    timeline = RequestTimeline("decode", 0, IDENTITY, TransferStats(submitted_at=10.0))
     events = trace_events([timeline], rank=RANK, now=12.0, epoch_s=1000.0)
     (bootstrap,) = [event for event in events if event["ph"] == "X"]
     assert (bootstrap["name"], bootstrap["args"]["open"]) == ("bootstrap", True)
@@ -219,8 +287,7 @@ def test_what_lasts_is_in_the_trace_until_now_and_says_so() -> None:
 
 
 def test_a_trace_file_is_plain_json_and_comes_back() -> None:
-    recorder = Recorder()
-    events = trace_events([succeeded(recorder)], rank=RANK, now=11.0)
+    events = trace_events([succeeded()], rank=RANK, now=11.0)
     data = encode_trace(events)
     assert json.loads(data)["traceEvents"] == decode_trace(data)
     assert decode_trace(json.dumps(events).encode()) == events
@@ -261,6 +328,10 @@ def test_every_phase_has_a_depth_of_its_own() -> None:
     assert {phase for phases in PHASES_OF.values() for phase in phases} == set(Phase)
 
 
-def test_a_recorder_that_keeps_nothing_is_refused() -> None:
-    with pytest.raises(ConfigError):
-        Recorder(max_requests=0)
+@pytest.mark.parametrize("wrong", [0, -3, 2.5, True, None, "many"])
+def test_what_is_kept_is_a_number_from_one_on(wrong: Any) -> None:
+    for name in ("max_requests", "max_slices", "max_notes"):
+        with pytest.raises(ConfigError, match=f"{name} must be"):
+            Recorder(**{name: wrong})
+    with pytest.raises(ConfigError, match="max_requests must be"):
+        Recorder().feed("none", max_requests=wrong)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -118,7 +119,6 @@ def test_a_recorder_that_raises_touches_no_request(world: World) -> None:
     for engine in (prefill, decode):
         for node in engine.nodes:
             node.recorder.finish = broken  # type: ignore[method-assign,union-attr,assignment]
-    decode.nodes[0].recorder.begin = broken  # type: ignore[method-assign,union-attr,assignment]
     for attempt in (1, 2):
         plain.ask(decode, prefill, 5, attempt, 19, plain.pages_of(19, 2))
         plain.serve(prefill, 5, 19, plain.pages_of(19, 1))
@@ -140,3 +140,28 @@ def test_a_bound_in_one_event_is_not_lost(world: World) -> None:
     assert event.stats.computed_at < event.stats.bootstrapped_at
     (sender,) = prefill.nodes[0].timelines()
     assert not of(sender, Phase.PREALLOC), "it waited for the handshake, not for memory"
+
+
+def test_of_many_tags_the_first_are_kept_and_the_others_counted(world: World) -> None:
+    prefill = world.engine("p", small_layout(), staging=StagingSetting(), recorded=5)
+    decode = world.engine("d", small_layout(tp_size=3), staging=StagingSetting(), recorded=3)
+    staged.send(prefill, decode)
+    world.run(60)
+    (sender,) = prefill.nodes[0].timelines()
+    (receiver, *_) = decode.nodes[1].timelines()
+    assert (len(sender.noted), sender.num_dropped) == (5, 10)  # 12 tags and 3 aux rows
+    assert (len(receiver.noted), receiver.num_dropped) == (3, 1)
+    assert sender.stats.num_staged_tags == 12, "figures have all of them"
+
+
+def test_a_recorder_costs_a_request_a_hundredth_of_its_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Counted with a clock that counts, so that it is the same on every machine."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parent.parent / "benchmarks"))
+    import bench_observe
+
+    off, on = (bench_observe.count_calls(16, mode, 64) for mode in ("off", "on"))
+    for event in ("call", "c_call"):
+        more = on[event] - off[event]
+        assert 64 * 2 <= more <= off[event] * 0.02, (event, off[event] / 64, more / 64)

@@ -347,3 +347,5 @@ def test_figures_reach_the_log_and_prometheus(fleet: Fleet) -> None:
     assert len(_Metric.made["vllm:pdkv_sent_bytes"].values) == 6
     assert sum(_Metric.made["vllm:pdkv_sent_bytes"].values) == 3 * 12 * TOKEN_NBYTES
     assert total.reduce()["sent_GB_per_s"] > 0
+    late = _Metric.made["vllm:pdkv_late_bytes"].values
+    assert sum(late) == 3 * 12 * TOKEN_NBYTES, "decode asked when all was computed"

@@ -13,7 +13,7 @@ import msgspec
 
 from pdkv.errors import ConfigError
 
-__all__ = ["as_int", "as_room", "as_rooms", "check_limits", "check_text"]
+__all__ = ["as_count", "as_int", "as_room", "as_rooms", "check_limits", "check_text"]
 
 
 def as_int(name: str, value: int) -> int:
@@ -24,6 +24,14 @@ def as_int(name: str, value: int) -> int:
     except TypeError:
         pass
     raise ConfigError(f"{name} must be an integer, got {value!r}")
+
+
+def as_count(name: str, value: int) -> int:
+    """How many; ConfigError for what can be no number of things."""
+    count = as_int(name, value)
+    if count < 0:
+        raise ConfigError(f"{name} must not be negative, got {count}")
+    return count
 
 
 def as_room(value: int) -> int:

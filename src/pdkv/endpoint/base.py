@@ -13,7 +13,7 @@ import numpy.typing as npt
 from pdkv._claims import Claims
 from pdkv._values import as_int, check_text
 from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
-from pdkv.endpoint.gate import Gate, GateOrder
+from pdkv.endpoint.gate import Gate, GateOrder, check_verdicts
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.observe import Health, WaitingRequest
@@ -133,7 +133,9 @@ class Endpoint:
         """Apply the group's verdicts. Every rank does so with the same ones, in the same order.
 
         A closed node takes no part any more: nothing is applied, and there are no events.
+        ConfigError where there is anything but verdicts among them; nothing is applied then.
         """
+        check_verdicts(verdicts)
         with self._turn:
             return self._apply(verdicts)
 

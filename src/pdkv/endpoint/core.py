@@ -72,6 +72,11 @@ class NodeCore:
             rank_id=local.rank_id,
             limits=local.limits,
             counters=self.counters,
+            observing=(
+                Observing(recorder, rank_id=local.rank_id, counters=self.counters)
+                if recorder is not None
+                else None
+            ),
         )
         self._staging: Staging | None = None
         if staging is not None:
@@ -81,10 +86,6 @@ class NodeCore:
             )
         self.requests.staging = self.requests.rooms.staging = self._staging
         self.writes.staging = self._staging
-        if recorder is not None:
-            self.requests.observing = Observing(
-                recorder, rank_id=local.rank_id, counters=self.counters
-            )
         self._backend = backend
         self._control = control
         self._receive = (
@@ -265,7 +266,7 @@ class NodeCore:
         requests = self.requests
         if requests.observing is None:
             return []
-        return requests.observing.live((o, o.engine) for o in requests.owners())
+        return requests.observing.live(requests.owners())
 
     def health(self, now: float, max_waiting: int | None = None) -> Health:
         """A snapshot for an operator."""

@@ -24,14 +24,27 @@ from pdkv.endpoint.events import (
     RequestFailed,
     Succeeded,
 )
+from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
 from pdkv.request.agree import HealthKey, Key, OpenKey, Verdict, Vote
 from pdkv.request.states import Allocation, KVPoll
 
-__all__ = ["Gate", "GateOrder"]
+__all__ = ["Gate", "GateOrder", "check_verdicts"]
 
 _MAX_DOOMED = 4096
 _POLLS = {int(poll): poll for poll in KVPoll}
+_ALLOCATIONS = frozenset(int(allocation) for allocation in Allocation)
+
+
+def check_verdicts(verdicts: Sequence[Verdict]) -> None:
+    """ConfigError for anything but verdicts as `agree` makes them, before any is applied."""
+    if isinstance(verdicts, str | bytes) or not isinstance(verdicts, Sequence):
+        raise ConfigError(f"apply takes a sequence of verdicts, got {verdicts!r}")
+    for verdict in verdicts:
+        if not isinstance(verdict, Verdict) or not isinstance(verdict.key, Key):
+            raise ConfigError(f"apply takes verdicts that `agree` returned, got {verdict!r}")
+        if verdict.poll not in _POLLS or verdict.allocation not in _ALLOCATIONS:
+            raise ConfigError(f"a verdict of no state that there is: {verdict!r}")
 
 
 class GateOrder(msgspec.Struct, frozen=True):

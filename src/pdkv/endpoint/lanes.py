@@ -56,18 +56,16 @@ class Write(msgspec.Struct, eq=False):
 
     def note_part(self, start: float, end: float) -> None:
         """A part was posted: the first one is told with the tag, further ones by themselves."""
-        timeline = self.owner.timeline
         if not self.post_to:
             self.post_from, self.post_to = start, end
-        elif timeline is not None:
+        elif self.owner.max_noted:
             where, staged = (self.peer.rank_id, self.tag), self.grant is not None
-            timeline.note(Slice(Phase.POST, start, end, *where, is_staged=staged))
+            self.owner.note(Slice(Phase.POST, start, end, *where, is_staged=staged))
 
     def note_end(self, now: float) -> None:
         """For who watches the request: the fields of `WriteTimes`."""
-        timeline = self.owner.timeline
-        if timeline is not None:
-            timeline.note_write(
+        if self.owner.max_noted:
+            self.owner.note(
                 (
                     self.peer.rank_id,
                     self.tag,

@@ -1,6 +1,7 @@
 """What a node tells its recorder. An error there is counted, and touches no request.
 
-Runs where the node runs; refuses to know exporters. Layer 5.
+While a request lives its node only appends to a list (`records.Receiving.note`); all else is said
+once, when it is released. Runs where the node runs; refuses to know exporters. Layer 5.
 """
 
 from __future__ import annotations
@@ -12,10 +13,12 @@ from collections.abc import Iterable
 
 from pdkv.endpoint.records import Receiving, Sending
 from pdkv.observe import Recorder, RequestTimeline
+from pdkv.request.states import KVPoll
 
 __all__ = ["Observing"]
 
 _log = logging.getLogger("pdkv")
+_NAMES = tuple(poll.name for poll in sorted(KVPoll))  # `name` of a member is worked out in Python
 
 
 class Observing:
@@ -26,51 +29,43 @@ class Observing:
         self._rank_id = rank_id
         self._counters = counters
 
-    def begin(self, owner: Receiving | Sending) -> None:
-        """Watch a request from now on."""
-        role = "decode" if isinstance(owner, Receiving) else "prefill"
-        try:
-            owner.timeline = self.recorder.begin(role, self._rank_id, owner.ref, owner.stats)  # type: ignore[arg-type]
-        except Exception as error:
-            self._failed(error)
-
-    def end(self, owner: Receiving | Sending, engine: bytes) -> None:
+    def end(self, owner: Receiving | Sending) -> None:
         """The request is released, and this node forgets it."""
-        timeline = owner.timeline
-        if timeline is None:
-            return
         try:
-            _describe(timeline, owner, engine)
-            self.recorder.finish(timeline)
+            self.recorder.finish(self._timeline(owner))
         except Exception as error:
             self._failed(error)
 
-    def live(self, owners: Iterable[tuple[Receiving | Sending, bytes]]) -> list[RequestTimeline]:
+    def live(self, owners: Iterable[Receiving | Sending]) -> list[RequestTimeline]:
         """Copies of what is not over, which others may read while this node goes on."""
         found = []
-        for owner, engine in owners:
-            if owner.timeline is not None:
-                timeline = copy.copy(owner.timeline)
-                timeline.slices = list(timeline.slices)
-                timeline.writes = list(timeline.writes)
-                timeline.notes = self.recorder.notes_of(timeline.ref)
-                timeline.stats = copy.copy(timeline.stats)
-                _describe(timeline, owner, engine)
-                found.append(timeline)
+        for owner in owners:
+            timeline = self._timeline(owner)
+            timeline.noted = list(timeline.noted)
+            timeline.notes = self.recorder.notes_of(timeline.ref)
+            timeline.stats = copy.copy(timeline.stats)
+            found.append(timeline)
         return found
+
+    def _timeline(self, owner: Receiving | Sending) -> RequestTimeline:
+        """How the request stands now."""
+        machine = owner.machine
+        return RequestTimeline(
+            "decode" if isinstance(owner, Receiving) else "prefill",
+            self._rank_id,
+            owner.ref,
+            owner.stats,
+            owner.noted,
+            owner.num_unnoted,
+            machine.identity,
+            owner.engine,
+            _NAMES[machine.poll],
+            machine.cause,
+            machine.is_recompute,
+            machine.num_tokens,
+        )
 
     def _failed(self, error: Exception) -> None:
         self._counters["observer_errors"] += 1
         if self._counters["observer_errors"] == 1:
             _log.warning("the recorder fails, and requests go on without it: %r", error)
-
-
-def _describe(timeline: RequestTimeline, owner: Receiving | Sending, engine: bytes) -> None:
-    """How the request stands now."""
-    machine = owner.machine
-    timeline.identity = machine.identity
-    timeline.engine = engine
-    timeline.poll = machine.poll.name
-    timeline.cause = machine.cause
-    timeline.is_recompute = machine.is_recompute
-    timeline.num_tokens = machine.num_tokens

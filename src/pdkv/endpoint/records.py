@@ -6,13 +6,14 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
 from pdkv.endpoint.events import Change
 from pdkv.layout import EngineLayout, PoolLayout
 from pdkv.limits import Limits
-from pdkv.observe import RequestTimeline, TransferStats
+from pdkv.observe import TransferStats
 from pdkv.plan import Pairing, validate
 from pdkv.protocol import MIN_PROTOCOL_VERSION, PROTOCOL_VERSION, Identity, Waiting
 from pdkv.request.events import Event, Finish, Outcome, PagesAgreed, TokensComputed
@@ -57,7 +58,10 @@ class Receiving(msgspec.Struct, eq=False):
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
     stages_with: set[int] = msgspec.field(default_factory=set)
-    timeline: RequestTimeline | None = None  # None: nobody watches
+    # Of its tags, for who watches: so many at most (0: nobody does), and those beyond are counted.
+    max_noted: int = 0
+    noted: list[tuple[Any, ...]] = msgspec.field(default_factory=list)
+    num_unnoted: int = 0
     # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
     word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
     heard: dict[int, tuple[int, int, int]] = msgspec.field(default_factory=dict)
@@ -67,6 +71,13 @@ class Receiving(msgspec.Struct, eq=False):
     def ref(self) -> Identity:
         """What the gate knows it by."""
         return self.machine.identity
+
+    def note(self, row: tuple[Any, ...]) -> None:
+        """What a tag did: a `WriteTimes` or a `Slice`."""
+        if len(self.noted) < self.max_noted:
+            self.noted.append(row)
+        else:
+            self.num_unnoted += 1
 
     @property
     def title(self) -> str:
@@ -105,7 +116,10 @@ class Sending(msgspec.Struct, eq=False):
     stats: TransferStats
     told: tuple[object, ...] = ()
     alarm_at: float = math.inf
-    timeline: RequestTimeline | None = None  # None: nobody watches
+    # Of its tags, for who watches: so many at most (0: nobody does), and those beyond are counted.
+    max_noted: int = 0
+    noted: list[tuple[Any, ...]] = msgspec.field(default_factory=list)
+    num_unnoted: int = 0
     # Of keepalives (`hearsay`): what I say and to whom; (poll, wait, version) that each rank said.
     word: tuple[Waiting, tuple[tuple[bytes, int], ...]] | None = None
     heard: dict[int, tuple[int, int, int]] = msgspec.field(default_factory=dict)
@@ -134,6 +148,13 @@ class Sending(msgspec.Struct, eq=False):
         """The life of the decode engine that it serves; nothing before one has asked."""
         identity = self.machine.identity
         return identity.incarnation if identity is not None else b""
+
+    def note(self, row: tuple[Any, ...]) -> None:
+        """What a tag did: a `WriteTimes` or a `Slice`."""
+        if len(self.noted) < self.max_noted:
+            self.noted.append(row)
+        else:
+            self.num_unnoted += 1
 
     @property
     def title(self) -> str:

@@ -67,6 +67,7 @@ class Requests:
         rank_id: int,
         limits: Limits,
         counters: Counter[str],
+        observing: Observing | None = None,
     ) -> None:
         self.changes: deque[Change] = deque()
         self.receivers: dict[Identity, Receiving] = {}
@@ -83,7 +84,8 @@ class Requests:
         self._limits = limits
         self._alarms = Alarms()
         self.staging: Staging | None = None
-        self.observing: Observing | None = None
+        self.observing = observing
+        self._max_noted = observing.recorder.max_slices if observing is not None else 0
         self.rooms = Rooms(
             links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
         )
@@ -185,9 +187,8 @@ class Requests:
         machine = ReceiverMachine(
             request, rank_id=self._rank_id, pairing=pairing, limits=self._limits, now=now
         )
-        owner = Receiving(machine, prefill.incarnation, TransferStats(submitted_at=now))
-        if self.observing is not None:
-            self.observing.begin(owner)
+        stats = TransferStats(submitted_at=now)
+        owner = Receiving(machine, prefill.incarnation, stats, max_noted=self._max_noted)
         if isinstance(request, ReceiverRequest):
             self._expect(owner, pairing, request)
         self.receivers[request.identity] = owner
@@ -249,9 +250,8 @@ class Requests:
 
     def open(self, handle: int, machine: SenderMachine, now: float) -> None:
         """Begin to serve a room."""
-        owner = Sending(handle, machine, TransferStats(submitted_at=now))
-        if self.observing is not None:
-            self.observing.begin(owner)
+        stats = TransferStats(submitted_at=now)
+        owner = Sending(handle, machine, stats, max_noted=self._max_noted)
         self.senders[handle] = owner
         self.rooms.open(owner, now)
         self.run(now)
@@ -315,7 +315,7 @@ class Requests:
         if owner is not None:
             self._alarms.drop(owner)
             if self.observing is not None:
-                self.observing.end(owner, owner.engine)
+                self.observing.end(owner)
         if owner is not None and owner.machine.poll is KVPoll.Failed:
             self.failed.append((owner.title, owner.machine.journal))
         self.quarantine.drop(ref)

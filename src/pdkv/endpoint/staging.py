@@ -379,9 +379,9 @@ def _full_chunks(pairing: Pairing, writer: int, reader: int) -> list[Tag]:
 
 def _note_scatter(owner: Receiving, tag: Tag, began: float, ended: float, error: str) -> None:
     owner.stats.scatter_s += ended - began
-    if owner.timeline is not None:
+    if owner.max_noted:
         where = (tag.writer, tag)
-        owner.timeline.note(Slice(Phase.SCATTER, began, ended, *where, is_staged=True, error=error))
+        owner.note(Slice(Phase.SCATTER, began, ended, *where, is_staged=True, error=error))
 
 
 def _offered(hello: Hello | None) -> int:

@@ -71,8 +71,8 @@ class Slice(NamedTuple):
 class WriteTimes(NamedTuple):
     """One tag on its way to one reader, noted once, when it is over; 0 for what it did not do.
 
-    Written as a plain tuple where the node runs. A tag in several parts has the further ones as
-    slices of their own.
+    Written as a plain tuple where the node runs, which is what a tag can afford. A tag in several
+    parts has the further ones as slices of their own.
     """
 
     peer: int
@@ -109,58 +109,33 @@ class WriteTimes(NamedTuple):
         return found
 
 
-class RequestTimeline:
-    """One request on one rank. `slices` and `writes` keep the first `max_slices` that were noted.
+class RequestTimeline(msgspec.Struct, eq=False):
+    """One request on one rank.
 
-    `poll`, `cause` and `num_tokens` are as of its end, or of the look at a live one. `notes` come
-    from others than the node: the queues.
+    noted: what its tags did, the first so many: `WriteTimes` as plain tuples, and `Slice`s.
+    num_dropped: what there was no room for. `poll`, `cause` and `num_tokens` are as of its end, or
+    of the look at a live one. notes: of others than the node, the queues.
     """
 
-    # Most requests change few of these, and each of them is made where the node runs.
+    role: Role
+    rank_id: int
+    ref: Identity | int
+    stats: TransferStats
+    noted: list[tuple[Any, ...]] = msgspec.field(default_factory=list)
+    num_dropped: int = 0
     identity: Identity | None = None
-    engine = b""
-    poll = "Bootstrapping"
-    cause = ""
-    is_recompute = False
-    num_tokens = 0
-    num_dropped = 0
+    engine: bytes = b""
+    poll: str = "Bootstrapping"
+    cause: str = ""
+    is_recompute: bool = False
+    num_tokens: int = 0
     notes: tuple[Slice, ...] = ()
-
-    def __init__(
-        self,
-        role: Role,
-        rank_id: int,
-        ref: Identity | int,
-        stats: TransferStats,
-        max_slices: int = 256,
-    ) -> None:
-        self.role: Role = role
-        self.rank_id = rank_id
-        self.ref = ref
-        self.stats = stats
-        self.max_slices = max_slices
-        self.slices: list[Slice] = []
-        self.writes: list[tuple[Any, ...]] = []
-
-    def note(self, slice_: Slice) -> None:
-        """Add a slice, if there is room."""
-        if len(self.slices) < self.max_slices:
-            self.slices.append(slice_)
-        else:
-            self.num_dropped += 1
-
-    def note_write(self, times: tuple[Any, ...]) -> None:
-        """Add a tag, if there is room: the fields of `WriteTimes`, in their order."""
-        if len(self.writes) < self.max_slices:
-            self.writes.append(times)
-        else:
-            self.num_dropped += 1
 
     def all_slices(self) -> list[Slice]:
         """What was noted, and the phases of the request as a whole, by start."""
-        found = [*self.notes, *self._whole(), *self.slices]
-        for times in list(self.writes):
-            found += WriteTimes(*times).slices()
+        found = [*self.notes, *self._whole()]
+        for row in list(self.noted):
+            found += (row,) if isinstance(row, Slice) else WriteTimes(*row).slices()
         return sorted(found, key=lambda s: (s.start, s.phase))
 
     def seconds(self) -> tuple[float, ...]:
@@ -168,23 +143,19 @@ class RequestTimeline:
         stats = self.stats
         waited_from = max(stats.computed_at, stats.bootstrapped_at)
         begun = stats.last_tag_at if self.role == "decode" else stats.computed_at
-        bootstrap = stats.bootstrapped_at - stats.submitted_at
-        prealloc = max(0.0, stats.allocated_at - waited_from) if stats.computed_at else 0.0
-        for slice_ in self.notes:
-            if slice_.phase is Phase.BOOTSTRAP:
-                bootstrap += slice_.end - slice_.start
-            elif slice_.phase is Phase.PREALLOC:
-                prealloc += slice_.end - slice_.start
-        return (
-            max(0.0, bootstrap),
-            prealloc,
+        found = [
+            stats.bootstrapped_at - stats.submitted_at,
+            max(0.0, stats.allocated_at - waited_from) if stats.computed_at else 0.0,
             stats.plan_s,
             stats.gather_s,
             stats.post_s,
             stats.wire_s,
             stats.scatter_s,
-            max(0.0, stats.seen_at - begun),
-        )
+            stats.seen_at - begun,
+        ]
+        for note in self.notes:
+            found[note.phase] += note.end - note.start
+        return tuple(max(0.0, seconds) for seconds in found)
 
     def _whole(self) -> list[Slice]:
         """The phases that its figures tell of. Where it failed they end with its outcome."""

@@ -31,6 +31,9 @@ class Topic(enum.IntEnum):
     STALLED = 5
 
 
+_TOPICS = frozenset(int(topic) for topic in Topic)
+
+
 class Fact(msgspec.Struct, frozen=True, array_like=True, order=True):
     """What is said: the topic, the request, in which of its lives, and which time in it."""
 
@@ -112,11 +115,13 @@ def fold(gathered: Sequence[bytes]) -> list[Decision]:
     """
     try:
         ranks = [_decoder.decode(data) for data in gathered]
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:
         raise RemoteProtocolError(f"malformed votes of the queues: {error}") from None
     by_fact: dict[Fact, list[_Vote]] = {}
     for rank in ranks:
         for vote in rank:
+            if vote.fact.topic not in _TOPICS:
+                raise RemoteProtocolError(f"a vote of the queues on no topic: {vote.fact}")
             by_fact.setdefault(vote.fact, []).append(vote)
     decisions = [_decide(fact, by_fact[fact], len(ranks)) for fact in sorted(by_fact)]
     return [decision for decision in decisions if decision is not None]

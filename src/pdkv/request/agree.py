@@ -10,9 +10,9 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from pdkv.errors import RemoteProtocolError
+from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.protocol import Identity, fit_text
-from pdkv.request.states import KVPoll
+from pdkv.request.states import Allocation, KVPoll
 
 __all__ = [
     "HealthKey",
@@ -76,6 +76,8 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 _FAILED = KVPoll.Failed
+_POLLS = frozenset(int(poll) for poll in KVPoll)
+_ALLOCATIONS = frozenset(int(allocation) for allocation in Allocation)
 
 
 def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
@@ -85,7 +87,28 @@ def agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     A key unknown on some rank is undecided, but Failed absorbs unknown. Success needs all ranks;
     memory is released when every rank has it quiet, and an allocation is where the last rank is.
     A failure that is more than an eviction gives the cause. One unhealthy rank makes the group so.
+    ConfigError for what are no votes.
     """
+    try:
+        return _agree(votes)
+    except (AttributeError, TypeError, ValueError, KeyError, IndexError) as error:
+        _check_votes(votes, error)
+        raise  # votes they are: a fault of this module
+
+
+def _check_votes(votes: Sequence[Mapping[Key, Vote]], error: Exception) -> None:
+    """Why votes could not be folded. Only then: they are folded for every request."""
+    if isinstance(votes, str) or not isinstance(votes, Sequence) or not votes:
+        raise ConfigError("agree takes votes of the ranks, one mapping for each") from error
+    for rank in votes:
+        if not isinstance(rank, Mapping):
+            raise ConfigError(f"agree takes one mapping for each rank, got {rank!r}") from error
+        for key, vote in rank.items():
+            if not isinstance(key, Key) or not isinstance(vote, Vote):
+                raise ConfigError(f"no vote: {key!r}: {vote!r}") from error
+
+
+def _agree(votes: Sequence[Mapping[Key, Vote]]) -> tuple[Verdict, ...]:
     keys: Collection[Key] = votes[0]
     if len(votes) > 1:
         keys = sorted({k for rank in votes for k in rank}, key=_order)
@@ -160,7 +183,7 @@ def decode_votes(data: bytes) -> dict[Key, Vote]:
     """The inverse of `encode_votes`; RemoteProtocolError for anything else."""
     try:
         entries = _decoder.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, TypeError) as error:
         raise RemoteProtocolError(f"malformed votes: {error}") from None
     votes: dict[Key, Vote] = {}
     for entry in entries:
@@ -169,5 +192,7 @@ def decode_votes(data: bytes) -> dict[Key, Vote]:
             key = HealthKey()
         if key is None:
             raise RemoteProtocolError("vote without a key")
+        if entry.vote.poll not in _POLLS or entry.vote.allocation not in _ALLOCATIONS:
+            raise RemoteProtocolError(f"vote for a state that there is not: {entry.vote}")
         votes[key] = entry.vote
     return votes

@@ -85,5 +85,5 @@ def _add(data: Data, timeline: RequestTimeline) -> None:
     data["send_s"].append(max(0.0, stats.last_tag_at - stats.bootstrapped_at))
     data["sent_bytes"].append(stats.nbytes)
     data["sent_descriptors"].append(stats.num_descriptors)
-    on_wire = (piece for piece in timeline.slices if piece.phase is Phase.WIRE)
+    on_wire = (piece for piece in timeline.all_slices() if piece.phase is Phase.WIRE)
     data["late_bytes"].append(sum(p.nbytes for p in on_wire if p.start >= stats.computed_at))
