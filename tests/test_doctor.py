@@ -171,6 +171,39 @@ def test_a_mistyped_address_is_no_fault_of_the_data_plane(
     assert json.loads(capsys.readouterr().out)["failed"] == "address"
 
 
+@pytest.mark.parametrize("seconds", ["-3", "0", "nan", "inf", "soon"])
+def test_a_time_that_is_none_is_told_before_anything_is_tried(
+    seconds: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(["--seconds", seconds])
+    assert "no number of seconds" in capsys.readouterr().err
+
+
+def test_what_belongs_to_a_transfer_is_not_left_out_in_silence(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for option in (["--transports", "tcp"], ["--bind", "127.0.0.1:0"]):
+        with pytest.raises(SystemExit):
+            doctor.main(option)
+        assert "--serve or --to" in capsys.readouterr().err
+
+
+def test_a_nixl_that_does_not_load_is_shown_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("nixl")
+    for name in ("nixl", "nixl_cu12", "nixl_cu13"):
+        broken = "raise ImportError('libcuda.so.1: cannot open shared object file')"
+        (tmp_path / f"{name}.py").write_text(broken)
+    source = Path(doctor.__file__).parents[3]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{source}")
+    (found,) = checks.data_plane(None, "here", DEADLINE_S)
+    assert found.state == "fail"
+    assert "libcuda.so.1" in found.detail
+    assert "--force-reinstall" in found.advice
+
+
 def test_the_own_address_is_the_one_that_leads_there() -> None:
     pytest.importorskip("nixl")
     from pdkv.cli.doctor.probe import own_address

@@ -167,7 +167,7 @@ def test_what_is_no_verdict_is_refused_and_the_good_ones_beside_it_are_not_lost(
 
 @pytest.mark.parametrize(
     "wrong",
-    [["junk"], [{"junk": Vote(4), "more": Vote(4)}], [{}, {OpenKey(1, 1): "junk"}], 5],
+    [["junk"], [{"junk": Vote(4)}, {}], [{}, {OpenKey(1, 1): "junk"}], 5],
 )
 def test_what_are_no_votes_is_refused(wrong: Any) -> None:
     with pytest.raises(ConfigError, match=r"agree takes|no vote"):

@@ -270,6 +270,17 @@ def test_an_address_that_is_none_is_told_at_once(
     assert "is no address" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "option", [["--interval", "0"], ["--interval", "nan"], ["--timeout", "-1"], ["--rows", "-2"]]
+)
+def test_a_number_that_is_none_is_told_at_once(
+    option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        top.main(["127.0.0.1:7070", *option])
+    assert f"argument {option[0]}: {option[1]!r} is no" in capsys.readouterr().err
+
+
 def test_an_address_is_taken_as_people_type_it() -> None:
     for typed in ("10.0.0.1:80", "tcp://10.0.0.1:80"):
         assert endpoint_of(typed) == "tcp://10.0.0.1:80"

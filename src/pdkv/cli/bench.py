@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from pdkv.cli._numbers import count
 from pdkv.cli._progress import Progress
 from pdkv.errors import PdkvError
 from pdkv.plan import CostModel
@@ -130,13 +131,13 @@ def main(arguments: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m pdkv bench", description=__doc__)
     parser.add_argument("--backend", default="nixl", help="by name, with notifications")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--tokens", type=int, default=256, help="of the one tag that is written")
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--head-dim", type=int, default=128)
-    parser.add_argument("--page-size", type=int, default=16)
+    parser.add_argument("--layers", type=count, default=32)
+    parser.add_argument("--tokens", type=count, default=256, help="of the one tag that is written")
+    parser.add_argument("--kv-heads", type=count, default=8)
+    parser.add_argument("--head-dim", type=count, default=128)
+    parser.add_argument("--page-size", type=count, default=16)
     parser.add_argument("--order", choices=("NHD", "HND"), default="NHD")
-    parser.add_argument("--dst-tp", type=int, default=4, help="decode's TP size; prefill's is 1")
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--dst-tp", type=count, default=4, help="decode's TP size; prefill's is 1")
+    parser.add_argument("--rounds", type=count, default=7)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

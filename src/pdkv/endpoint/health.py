@@ -9,6 +9,7 @@ import heapq
 import math
 from collections.abc import Mapping
 
+from pdkv._values import as_count
 from pdkv.endpoint.links import Links
 from pdkv.endpoint.peers import Peer
 from pdkv.endpoint.reasons import Reasons
@@ -32,8 +33,9 @@ def health_of(
     """A snapshot; of the live requests the `max_waiting` oldest, all of them by default."""
     owners = requests.owners()
     num_live = len(owners)
-    if max_waiting is not None and num_live > max_waiting:
-        owners = heapq.nsmallest(max_waiting, owners, key=lambda owner: owner.stats.submitted_at)
+    limit = num_live if max_waiting is None else as_count("max_waiting", max_waiting)
+    if limit < num_live:
+        owners = heapq.nsmallest(limit, owners, key=lambda owner: owner.stats.submitted_at)
     reasons = Reasons(requests, links, writes, now)
     draining = [owner for owner in owners if owner.machine.memory is Memory.DRAINING]
     waiting = [_waiting(owner, reasons, now) for owner in owners]

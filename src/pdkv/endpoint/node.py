@@ -21,7 +21,6 @@ from typing import Any, Self
 import msgspec
 
 from pdkv._claims import Claims
-from pdkv._values import as_count
 from pdkv.endpoint.core import NodeCore
 from pdkv.endpoint.events import Change
 from pdkv.endpoint.records import LocalRank, Planner
@@ -219,8 +218,6 @@ class Node:
         It is put together where the node runs, some microseconds a request: `max_waiting` limits
         it to the oldest, for a look now and then at a node that has thousands.
         """
-        if max_waiting is not None:
-            max_waiting = as_count("max_waiting", max_waiting)
         health = self.ask(lambda: self.core.health(self._clock(), max_waiting))
         assert isinstance(health, Health)
         if self._broken or self.is_closed:

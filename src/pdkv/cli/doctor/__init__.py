@@ -17,6 +17,7 @@ import textwrap
 from collections.abc import Iterable
 
 from pdkv.cli._address import endpoint_of
+from pdkv.cli._numbers import seconds
 from pdkv.cli._progress import Progress
 from pdkv.cli.doctor import checks
 from pdkv.cli.doctor.checks import Finding
@@ -30,7 +31,10 @@ _SIGNS = {"ok": "ok  ", "note": "note", "warn": "WARN", "fail": "FAIL"}
 
 def main(arguments: list[str]) -> int:
     """Look at this machine, or be one side of a transfer between two; 1 when something fails."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.transports or options.bind) and not (options.serve or options.to):
+        parser.error("--transports and --bind are of a transfer: give --serve or --to as well")
     try:
         options.serve = options.serve and endpoint_of(options.serve, any_port=True)
         options.to = options.to and endpoint_of(options.to)
@@ -92,8 +96,8 @@ def _parser() -> argparse.ArgumentParser:
         help="with --to: own address (default: the one that leads there)",
     )
     parser.add_argument("--transports", help="UCX_TLS of the transfer, e.g. tcp")
-    seconds = "how long to lend memory (300), or to wait for a step (10)"
-    parser.add_argument("--seconds", type=float, help=seconds)
+    wait = "how long to lend memory (300), or to wait for a step (10)"
+    parser.add_argument("--seconds", type=seconds, help=wait)
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     return parser
 

@@ -11,6 +11,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -64,14 +65,14 @@ def run_all(seconds: float) -> Iterator[Finding]:
         second_efa,
         network,
         gpus,
-        lambda: data_plane(None, "this host, as UCX chooses", seconds),
-        lambda: data_plane("tcp", "this host, over TCP", seconds),
+        partial(data_plane, None, "this host, as UCX chooses", seconds),
+        partial(data_plane, "tcp", "this host, over TCP", seconds),
     )
     for check in checks:
         try:
             yield from check()
         except Exception as error:
-            name = getattr(check, "__name__", "check")
+            name = getattr(check, "__name__", "transfers of this host")
             yield Finding(name, "fail", f"{type(error).__name__}: {error}", "report this")
 
 
@@ -191,6 +192,8 @@ def data_plane(transports: str | None, name: str, seconds: float) -> list[Findin
     server = _child("--serve", "tcp://127.0.0.1:0", transports, 6 * seconds)
     try:
         hello = _line(server)
+        if hello.get("failed"):
+            return [_unloaded(name, hello["text"])]
         if "address" not in hello:
             return [_broken(name, server)]
         client = _child("--to", hello["address"], transports, seconds)
@@ -221,7 +224,7 @@ def judge(name: str, said: list[dict[str, Any]], client: subprocess.Popen[str]) 
             ]
             return [Finding(subject, "ok", ", ".join(filter(None, figures)))]
         if words.get("failed") == "import":
-            return [Finding(subject, "fail", words["text"], "pip install nixl")]
+            return [_unloaded(name, words["text"])]
         if words.get("failed") == "address":
             advice = "give HOST:PORT as the other machine's `doctor --serve` printed it"
             return [Finding(subject, "fail", words["text"], advice)]
@@ -251,6 +254,14 @@ def _exit(client: subprocess.Popen[str]) -> list[Finding]:
         else "report this with the output of `pip list`"
     )
     return [Finding("exit", "fail", detail, advice)]
+
+
+def _unloaded(name: str, text: str) -> Finding:
+    """NIXL is not there, or it is and can't be loaded."""
+    advice = "pip install nixl"
+    if _version("nixl"):
+        advice = "NIXL is installed and does not load: pip install --force-reinstall nixl"
+    return Finding(f"transfer, {name}", "fail", text, advice)
 
 
 def _broken(name: str, process: subprocess.Popen[str]) -> Finding:

@@ -18,6 +18,7 @@ import time
 import msgspec
 
 from pdkv.cli._address import endpoint_of
+from pdkv.cli._numbers import count, seconds
 from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.control.zmq_query import QueryClient
 from pdkv.errors import PdkvError
@@ -74,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("address", metavar="HOST:PORT", help="where the node answers; #KEY behind")
     parser.add_argument("--once", action="store_true", help="one frame, then end")
     parser.add_argument("--json", action="store_true", help="data instead of a picture")
-    parser.add_argument("--interval", type=float, default=1.0, help="seconds between frames")
-    parser.add_argument("--timeout", type=float, default=5.0, help="seconds to wait for an answer")
-    parser.add_argument("--rows", type=int, default=12, help="of each list")
+    parser.add_argument("--interval", type=seconds, default=1.0, help="seconds between frames")
+    parser.add_argument("--timeout", type=seconds, default=5.0, help="seconds to wait for answers")
+    parser.add_argument("--rows", type=count, default=12, help="of each list")
     parser.add_argument("--secret", help="own key (NAME.key_secret), for a node with keys")
     parser.add_argument("--allow", default=".", help="folder with the node's public key")
     return parser
