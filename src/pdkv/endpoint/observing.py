@@ -12,7 +12,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from pdkv.endpoint.records import Receiving, Sending
-from pdkv.observe import Recorder, RequestTimeline
+from pdkv.observe import Recorder, RequestTimeline, Role
+from pdkv.protocol import Identity
 from pdkv.request.states import KVPoll
 
 __all__ = ["Observing"]
@@ -50,10 +51,16 @@ class Observing:
     def _timeline(self, owner: Receiving | Sending) -> RequestTimeline:
         """How the request stands now."""
         machine = owner.machine
+        role: Role
+        ref: Identity | int
+        if isinstance(owner, Receiving):  # not `owner.ref`: these two calls are felt
+            role, ref = "decode", owner.machine.identity
+        else:
+            role, ref = "prefill", owner.handle
         return RequestTimeline(
-            "decode" if isinstance(owner, Receiving) else "prefill",
+            role,
             self._rank_id,
-            owner.ref,
+            ref,
             owner.stats,
             owner.noted,
             owner.num_unnoted,
