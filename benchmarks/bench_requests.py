@@ -58,10 +58,11 @@ class Side:
             recorder=Recorder() if arguments.recorder else None,
         )
         self.threaded = arguments.threaded
+        self.rest_s = arguments.rest
 
     def rest(self) -> None:
         """Between polls: leave the core to others."""
-        time.sleep(2e-5)
+        time.sleep(self.rest_s)
 
 
 def compute() -> None:
@@ -161,6 +162,9 @@ def main() -> None:
     parser.add_argument("--backend", default="nixl")
     parser.add_argument(
         "--progress-thread", action="store_true", help="NIXL's own, beside a loop that polls"
+    )
+    parser.add_argument(
+        "--rest", type=float, default=2e-5, help="seconds between polls without news; 0 spins"
     )
     parser.add_argument("--transports", default="")
     parser.add_argument("--recorder", action="store_true", help="metrics and timelines at both")

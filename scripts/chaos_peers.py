@@ -3,11 +3,15 @@
     python scripts/chaos_peers.py --backend nixl --rounds 100 [--transports tcp] [--how kill,stop]
 
 This process decodes. It asks two prefill processes for caches all the time; one of them is killed
-(SIGKILL) or stopped (SIGSTOP, later continued). Checked in every round: each request has an outcome
+(SIGKILL) or stopped (SIGSTOP, later continued), or left alone (`none`), which says how late
+requests are on this machine without a fault. Checked in every round: each request has an outcome
 within the deadline; those of the healthy peer all succeed, with the right bytes; pages that were
 released are filled with a canary, and nothing writes to them for --watch seconds; those that can't
-be proven quiet stay exposed until the operator declares the peer gone. At the end: descriptors,
-threads and memory of this process, and the healthy peer's slowest request around each fault.
+be proven quiet stay exposed until the operator declares the peer gone.
+
+At the end: descriptors, threads and memory of this process; by kind of fault, how much later than
+before it the healthy peer's slowest request was, and the slowest step of the node's thread, as the
+kernel accounts for it: ready without a core, and blocked (in a call, or for Python's lock).
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -46,7 +51,10 @@ AUX = (AuxField("first_token", "int64"),)
 PAGE_SIZE, PAGES_PER_REQUEST = 16, 16
 NUM_PAGES, NUM_ROWS = 1024, 256
 NUM_TOKENS = PAGE_SIZE * PAGES_PER_REQUEST
-LIMITS = Limits(handshake_s=4.0, keepalive_s=0.5, peer_lost_s=4.0, resend_s=0.5)
+# Rooms are opened ahead, and wait while the next process starts: on a busy machine for minutes.
+LIMITS = Limits(
+    handshake_s=4.0, keepalive_s=0.5, peer_lost_s=4.0, resend_s=0.5, bootstrap_s=900.0
+)
 CANARY = -7.0
 SETTINGS = {"mooncake": {"timeout_s": 5}}
 
@@ -140,11 +148,42 @@ class Request:
     over_at: float = 0.0
 
 
+class StepWatch:
+    """The slowest step of a node's thread since the last `take`, and where its time went."""
+
+    def __init__(self, node: Node) -> None:
+        self._step = node.core.step
+        self._slowest = (0.0, 0.0, 0.0)
+        node.core.step = self._watched  # type: ignore[method-assign]
+
+    def _watched(self, now: float) -> bool:
+        began, before = time.monotonic(), self._account()
+        is_busy = self._step(now)
+        wall, after = time.monotonic() - began, self._account()
+        if wall > self._slowest[0]:
+            ran, ready = ((b - a) / 1e9 for a, b in zip(before, after, strict=True))
+            self._slowest = (wall, ready, max(0.0, wall - ran - ready))
+        return is_busy
+
+    @staticmethod
+    def _account() -> tuple[int, int]:
+        """Nanoseconds that this thread ran, and that it was ready to."""
+        with open("/proc/thread-self/schedstat") as schedstat:
+            ran, ready, _ = schedstat.read().split()
+        return int(ran), int(ready)
+
+    def take(self) -> tuple[float, float, float]:
+        """(seconds, of which ready without a core, of which blocked)."""
+        slowest, self._slowest = self._slowest, (0.0, 0.0, 0.0)
+        return slowest
+
+
 @dataclass
 class Report:
     succeeded: int = 0
     failed: int = 0
-    slowest_healthy_s: list[float] = field(default_factory=list)
+    late_s: dict[str, list[float]] = field(default_factory=dict)
+    steps: dict[str, list[tuple[float, float, float]]] = field(default_factory=dict)
     slowest_outcome_s: float = 0.0
     watched_pages: int = 0
 
@@ -162,6 +201,7 @@ class Decode:
         self.live: dict[object, Request] = {}
         self.attempt = 0
         self.report = Report()
+        self.watch = StepWatch(self.side.node)
 
     def ask(self, peer: Peer) -> bool:
         if not self.free:
@@ -221,7 +261,9 @@ class Decode:
         requests: list[Request] = []
         self.run([healthy, victim], time.monotonic() + 0.3, requests)
         self.run([healthy, victim], time.monotonic() + rng.uniform(0.0, 0.3), requests)
-        victim.process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
+        self.watch.take()
+        if how != "none":
+            victim.process.send_signal(signal.SIGKILL if how == "kill" else signal.SIGSTOP)
         hit_at = time.monotonic()
         deadline = LIMITS.peer_lost_s + 2.0
         self.run([healthy], hit_at + 1.0, requests)
@@ -237,6 +279,7 @@ class Decode:
         settle = time.monotonic() + 2.0
         while time.monotonic() < settle and self.of(victim, open_only=False):
             self.run([healthy], time.monotonic() + 0.05, requests)
+        self.report.steps.setdefault(how, []).append(self.watch.take())
         if how == "kill":
             self.endpoint.declare_gone(victim.record.incarnation)
         self.finish(healthy, requests, hit_at, how, victim)
@@ -253,7 +296,8 @@ class Decode:
         assert not bad, f"requests of the healthy peer failed: {bad}"
         around = [r.over_at - r.asked_at for r in mine if r.over_at > hit_at]
         before = [r.over_at - r.asked_at for r in mine if r.over_at <= hit_at]
-        self.report.slowest_healthy_s.append(max(around) - max(before, default=0.0))
+        late = max(around) - max(before, default=0.0)
+        self.report.late_s.setdefault(how, []).append(late)
         self.report.succeeded += sum(r.outcome == "ok" for r in requests)
         self.report.failed += sum(r.outcome != "ok" for r in requests)
 
@@ -274,12 +318,13 @@ def run(arguments: argparse.Namespace) -> None:
     rng = random.Random(arguments.seed)
     kinds = arguments.how.split(",")
     decode, healthy = Decode(arguments), Peer(arguments)
-    spare = Peer(arguments)
+    victim = healthy
     first: dict[str, int] = {}
     try:
         for number in range(arguments.rounds):
             how = kinds[number % len(kinds)]
-            victim, spare = spare, Peer(arguments)
+            victim = Peer(arguments)
+            assert victim.record, "it has started: that takes a core for seconds, and no round"
             decode.one_round(healthy, victim, how, rng)
             victim.end()
             if number == min(3, arguments.rounds - 1):
@@ -290,11 +335,10 @@ def run(arguments: argparse.Namespace) -> None:
         while time.monotonic() < end:
             decode.turn()
     finally:
-        for peer in (healthy, spare):
+        for peer in (healthy, victim):
             peer.end()
     report, last = decode.report, resources()
     decode.side.node.close()
-    late = sorted(report.slowest_healthy_s)
     print(
         json.dumps(
             {
@@ -302,13 +346,27 @@ def run(arguments: argparse.Namespace) -> None:
                 "succeeded": report.succeeded,
                 "failed": report.failed,
                 "slowest_outcome_s": round(report.slowest_outcome_s, 2),
-                "healthy_delay_ms_median": round(1e3 * late[len(late) // 2]),
-                "healthy_delay_ms_max": round(1e3 * late[-1]),
+                "healthy_delay_ms": {
+                    how: {"median": _ms(statistics.median(late)), "max": _ms(max(late))}
+                    for how, late in report.late_s.items()
+                },
+                "slowest_step_ms": {
+                    how: dict(zip(("wall", "ready", "blocked"), map(_ms, max(steps)), strict=True))
+                    for how, steps in report.steps.items()
+                },
+                "blocked_ms_max": {
+                    how: _ms(max(blocked for _, _, blocked in steps))
+                    for how, steps in report.steps.items()
+                },
                 "watched_pages": report.watched_pages,
                 "resources": [first, last],
             }
         )
     )
+
+
+def _ms(seconds: float) -> int:
+    return round(1e3 * seconds)
 
 
 def main() -> None:
