@@ -52,9 +52,7 @@ PAGE_SIZE, PAGES_PER_REQUEST = 16, 16
 NUM_PAGES, NUM_ROWS = 1024, 256
 NUM_TOKENS = PAGE_SIZE * PAGES_PER_REQUEST
 # Rooms are opened ahead, and wait while the next process starts: on a busy machine for minutes.
-LIMITS = Limits(
-    handshake_s=4.0, keepalive_s=0.5, peer_lost_s=4.0, resend_s=0.5, bootstrap_s=900.0
-)
+LIMITS = Limits(handshake_s=4.0, keepalive_s=0.5, peer_lost_s=4.0, resend_s=0.5, bootstrap_s=900.0)
 CANARY = -7.0
 SETTINGS = {"mooncake": {"timeout_s": 5}}
 
