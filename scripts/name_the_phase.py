@@ -1,12 +1,13 @@
 """Puts a delay into each of the eight phases in turn, and reads in the exported trace which it was.
 
-    python scripts/name_the_phase.py [--delay-ms 30] [--keep FOLDER]
+    python scripts/name_the_phase.py [--delay-ms 150] [--keep FOLDER]
 
 Two engines in this process over loopback: nodes with threads of their own, staging, and schedulers
 with queues. What is slow is, in turn: decode's greeting, decode's memory, the planner, prefill's
 kernels, the backend's `post`, the link, decode's kernels, and the engine that is to see the end.
-The reader is `slowest_phase` over the file that was written, and nothing else. Exits with 1 unless
-all eight are named.
+The reader is `slowest_phase` over the file that was written, and nothing else. The delay must be
+longer than what the busiest machine does to a phase by itself: a request's first handshake takes 30
+ms there. Exits with 1 unless all eight are named.
 """
 
 from __future__ import annotations
@@ -261,7 +262,7 @@ def name_phase(path: Path) -> Phase | None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--delay-ms", type=float, default=30.0)
+    parser.add_argument("--delay-ms", type=float, default=150.0)
     parser.add_argument("--keep", type=Path, help="keep the trace files here")
     options = parser.parse_args()
     num_right = 0

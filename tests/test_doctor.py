@@ -8,11 +8,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from pdkv.cli import doctor
 from pdkv.cli.doctor import checks
 from pdkv.cli.doctor.checks import Finding
+from pdkv.control.zmq import ZmqControl
 from pdkv.errors import ConfigError
 
 DEADLINE_S = 60.0
@@ -221,6 +223,21 @@ class TestRealTransfers:
         (found,) = checks.data_plane("tcp", "tcp", 20.0)
         assert found.state == "ok", found
         assert "GB/s" in found.detail
+
+    def test_memory_is_lent_to_one_after_the_other_and_a_strange_frame_ends_nothing(self) -> None:
+        server = checks._child("--serve", "tcp://127.0.0.1:0", "tcp", DEADLINE_S)
+        try:
+            address = checks._line(server)["address"]
+            stranger = ZmqControl("tcp://127.0.0.1:0")
+            for frame in (b"", b"junk", msgspec.msgpack.encode(["hello"])):
+                assert stranger.send(address, frame)
+            for _ in range(2):
+                found = checks.to_other(address, None, "tcp", 20.0)
+                assert found.state == "ok", found
+            stranger.close()
+        finally:
+            server.kill()
+            server.communicate()
 
     def test_a_control_plane_that_does_not_answer(self) -> None:
         client = checks._child("--to", "tcp://127.0.0.1:9", None, 1.0)

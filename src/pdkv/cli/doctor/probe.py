@@ -6,7 +6,6 @@ Each prints one JSON object a line, so that a parent may read it. Layer 6.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import socket
 import time
@@ -49,6 +48,8 @@ def say_words(**words: Any) -> None:
         print(f"    python -m pdkv doctor --to {address}", flush=True)
     elif "landed" in words:
         print(f"a write from {words['landed']} has landed", flush=True)
+    elif "lent_s" in words:
+        print(f"lent for {words['lent_s']:g} s, and no longer: serve again to go on", flush=True)
 
 
 def own_address(to: str) -> str:
@@ -81,16 +82,23 @@ def serve(bind: str, transports: str | None, seconds: float, say: Say) -> int:
             say(landed=note.decode())
             control.send(note.decode(), msgspec.msgpack.encode(answer))
         for frame in control.receive(16):
-            kind, address = msgspec.msgpack.decode(frame)
-            if kind == "bye":
-                deadline = 0.0
-            else:
+            address = _asked_by(frame)
+            if address:
                 metadata = [memory.ctypes.data, _NBYTES, backend.metadata()]
                 control.send(address, msgspec.msgpack.encode(["memory", *metadata]))
     backend.close()
     control.close()
-    say(done=True)
+    say(lent_s=seconds)
     return 0
+
+
+def _asked_by(frame: bytes) -> str:
+    """Who says hello; nothing for any other frame, since everybody may reach this port."""
+    try:
+        kind, address = msgspec.msgpack.decode(frame, type=tuple[str, str])
+    except msgspec.MsgspecError:
+        return ""
+    return address if kind == "hello" else ""
 
 
 def write(to: str, bind: str, transports: str | None, seconds: float, say: Say) -> int:
@@ -116,9 +124,6 @@ def write(to: str, bind: str, transports: str | None, seconds: float, say: Say) 
         say(failed=plane, text=str(error))
         return 1
     finally:
-        with contextlib.suppress(PdkvError):
-            control.send(to, msgspec.msgpack.encode(["bye", ""]))
-            control.wait(0.05)
         control.close()
         backend.close()
         say(done=True)
