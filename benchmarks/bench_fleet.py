@@ -40,7 +40,7 @@ from pdkv.rendezvous.server import RendezvousServer
 
 LONG = {"handshake_s": 300.0, "bootstrap_s": 600.0, "queued_s": 600.0, "progress_s": 600.0}
 RENDEZVOUS = RendezvousLimits(beat_s=1.0, slow_s=10.0, lease_s=30.0)
-WAIT_S = 0.1  # as a node's own thread does while nothing is live; what arrives ends the wait
+WAIT_S = 0.25  # as a node's own thread does while nothing is live; what arrives ends the wait
 
 
 class Rank:

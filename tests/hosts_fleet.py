@@ -253,11 +253,13 @@ class Fleet:
         """Nothing gets from one host to another, the other way is open; returns what heals it."""
         self.hosts.cut(src, dst)
         start = time.monotonic()
-        self.outages.append((src, start, float("inf")))
+        outage = (src, start, float("inf"))
+        self.outages.append(outage)
 
         def heal() -> None:
             self.hosts.heal(src, dst)
-            self.outages[-1] = (src, start, time.monotonic() + AFTER_HEAL_S)
+            self.outages.remove(outage)  # others may have begun since
+            self.outages.append((src, start, time.monotonic() + AFTER_HEAL_S))
 
         return heal
 

@@ -44,6 +44,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prepared_lists: it is a `PreparedTransfers` too. strided: rows of its lists may stand for more
         than one descriptor; without it every row has count 1.
     reads: it is a `ReadTransfers` too.
+    lasting_connections: to disconnect a peer that lives leaves something behind each time, so a
+        node does it late. A wish: there is nothing to prove.
     """
 
     notifications: bool = False
@@ -53,6 +55,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     prepared_lists: bool = False
     strided: bool = False
     reads: bool = False
+    lasting_connections: bool = False
 
 
 class BackendLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -102,6 +102,7 @@ class NixlBackend:
         prepared_lists=True,
         strided=True,
         reads=True,
+        lasting_connections=True,
     )
 
     def __init__(

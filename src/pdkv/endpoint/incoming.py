@@ -127,6 +127,7 @@ class Incoming:
             self._counters["frames_doubled"] += 1
             return
         for old in self._links.peers.others_at(hello.address, frame.from_incarnation):
+            old.is_replaced = True
             if old.state not in (PeerState.LOST, PeerState.GONE):
                 old.state = PeerState.LOST
                 self.lose(old, "restarted")

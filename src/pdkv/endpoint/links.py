@@ -9,10 +9,11 @@ import logging
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
+from pdkv.endpoint.connections import Connections
 from pdkv.endpoint.peers import DECODE_PREFIX, Peer, PeerKey, PeerState, PeerTable
 from pdkv.endpoint.records import LocalRank
 from pdkv.endpoint.settings import check_reachable
-from pdkv.errors import ConfigError, LayoutMismatch, PdkvError, TransferError
+from pdkv.errors import ConfigError, LayoutMismatch, PdkvError
 from pdkv.interfaces import ControlChannel, PreparedTransfers, TransferBackend
 from pdkv.layout import EngineLayout
 from pdkv.observe import Refusal
@@ -56,6 +57,7 @@ class Links:
         self._control = control
         self._local = local
         self._counters = counters
+        self._connections = Connections(backend, self.peers)
         self._pairings: dict[str, Pairing] = {}
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._metadata = backend.metadata()
@@ -78,6 +80,7 @@ class Links:
             self._gone.popitem(last=False)
         for peer in self.peers.of_engine(incarnation):
             peer.state = PeerState.GONE
+        self._connections.end(incarnation)
 
     def let_go(self, identity: Identity) -> None:
         """This request needs its peers no longer."""
@@ -247,7 +250,7 @@ class Links:
             route = pairing.route(self._local.rank_id, peer.rank_id, self._local.pool, hello.pool)
             if self.check_reader is not None:
                 self.check_reader(peer, pairing, route, hello)
-            peer.backend_key = self._backend.connect(hello.metadata)
+            peer.backend_key = self._connections.connect(peer.key, hello)
         self._forget_lists(peer)
         peer.address, peer.hello, peer.pairing, peer.route = hello.address, hello, pairing, route
         peer.version = min(hello.version, self._local.versions[1])
@@ -371,6 +374,7 @@ class Links:
             peer.state = PeerState.GONE
             peer.requests.clear()
         self.reap()
+        self._connections.end()
 
     def reap(self) -> None:
         """Peers that are no more, and that no request needs: sockets and names go back."""
@@ -378,21 +382,8 @@ class Links:
         for peer in self.peers:
             if peer.state in alive or peer.requests:
                 continue
-            if not self._disconnect(peer):
+            if not self._connections.disconnect(peer):
                 continue
             if not any(p.address == peer.address and p is not peer for p in self.peers):
                 self._control.forget(peer.address)
             self.peers.remove(peer)
-
-    def _disconnect(self, peer: Peer) -> bool:
-        """Let the backend forget a peer; False while it has a write in flight there, or can't."""
-        # After sleep and wake two lives of a peer share one agent of the transfer engine.
-        others = [p for p in self.peers if p is not peer and p.backend_key == peer.backend_key]
-        if not peer.backend_key or others:
-            return True
-        try:
-            self._backend.disconnect(peer.backend_key)
-        except TransferError as error:
-            _log.debug("peer %s stays: %s", peer.address, error)
-            return False
-        return True

@@ -51,6 +51,7 @@ class Peer:
     joins_rows: bool = False  # the aux row may go in one write with KV
     grid: int = 0
     wants_greeting: bool = False  # I receive from this peer: it must have my Hello
+    is_replaced: bool = False  # another life answers in its place
     is_greeted: bool = False  # ... and has answered it
     heard_at: float = 0.0
     said_at: float = 0.0
