@@ -77,7 +77,7 @@ def scatter_heads(
     Sources must not overlap in (heads, tokens). Arguments, event and errors as for
     `gather_heads`; `staged_order` is that of the sources (default: `order`).
     """
-    if isinstance(sources, Staged) or not all(isinstance(one, Staged) for one in sources):
+    if hasattr(sources, "heads") or not all(hasattr(one, "heads") for one in sources):
         raise ConfigError("sources must be a list of Staged")
     check_layers("layers", layers, order)
     for a, b in combinations(sources, 2):
