@@ -270,6 +270,11 @@ def test_an_address_that_is_none_is_told_at_once(
     assert "is no address" in capsys.readouterr().err
 
 
+def test_a_wait_of_more_than_a_second_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert top.main(["127.0.0.1:9", "--once", "--timeout", "1.6"]) == 1
+    assert "waiting for 127.0.0.1:9 ...\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "option", [["--interval", "0"], ["--interval", "nan"], ["--timeout", "-1"], ["--rows", "-2"]]
 )

@@ -14,7 +14,9 @@ import json
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
 
 from pdkv.cli._address import endpoint_of
 from pdkv.cli._numbers import seconds
@@ -44,9 +46,11 @@ def main(arguments: list[str]) -> int:
         return 1
     if options.seconds is None:
         options.seconds = _LEND_S if options.serve else _STEP_S
-    if options.serve or (options.to and options.json):
+    if options.json and (options.serve or options.to):
         return _probe(options)
-    with Progress() as progress:
+    with Progress("starting NIXL") as progress:
+        if options.serve:
+            return _probe(options, progress)
         if options.to:
             progress.step(f"transfer to {options.to}")
             where = (options.to, options.bind, options.transports)
@@ -66,12 +70,14 @@ def _show(findings: Iterable[Finding], progress: Progress, *, as_json: bool) -> 
     return 1 if has_failed else 0
 
 
-def _probe(options: argparse.Namespace) -> int:
-    """One side of a transfer."""
+def _probe(options: argparse.Namespace, progress: Progress | None = None) -> int:
+    """One side of a transfer. `progress` ends with the first word that is said."""
     try:
         from pdkv.cli.doctor import probe
 
         say = probe.say_json if options.json else probe.say_words
+        if progress is not None:
+            say = partial(_say_at_last, progress, say)
         if options.serve:
             return probe.serve(options.serve, options.transports, options.seconds, say)
         bind = options.bind or probe.own_address(options.to)
@@ -83,6 +89,11 @@ def _probe(options: argparse.Namespace) -> int:
         else:
             print(f"error: {error}", file=sys.stderr)
         return 1
+
+
+def _say_at_last(progress: Progress, say: Callable[..., None], **words: Any) -> None:
+    progress.step("")
+    say(**words)
 
 
 def _parser() -> argparse.ArgumentParser:

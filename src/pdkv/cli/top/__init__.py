@@ -19,6 +19,7 @@ import msgspec
 
 from pdkv.cli._address import endpoint_of
 from pdkv.cli._numbers import count, seconds
+from pdkv.cli._progress import Progress
 from pdkv.control.zmq_keys import CurveSecurity
 from pdkv.control.zmq_query import QueryClient
 from pdkv.errors import PdkvError
@@ -43,7 +44,7 @@ def main(arguments: list[str]) -> int:
 def _show(client: QueryClient, options: argparse.Namespace) -> int:
     if options.json:
         while True:
-            print(msgspec.json.encode(_ask(client, options)).decode(), flush=True)
+            print(msgspec.json.encode(_wait(client, options)).decode(), flush=True)
             if options.once:
                 return 0
             time.sleep(options.interval)
@@ -53,10 +54,17 @@ def _show(client: QueryClient, options: argparse.Namespace) -> int:
         print("error: top needs rich: pip install pdkv[top]; or use --json", file=sys.stderr)
         return 1
     if options.once:
-        screen.print_once(_ask(client, options), options.rows)
+        screen.print_once(_wait(client, options), options.rows)
         return 0
-    screen.run(lambda: _ask(client, options), options.interval, options.rows)
+    first = _wait(client, options)
+    screen.run(first, lambda: _ask(client, options), options.interval, options.rows)
     return 0
+
+
+def _wait(client: QueryClient, options: argparse.Namespace) -> Status:
+    """Ask while no picture is on the screen."""
+    with Progress(f"waiting for {options.address}"):
+        return _ask(client, options)
 
 
 def _ask(client: QueryClient, options: argparse.Namespace) -> Status:

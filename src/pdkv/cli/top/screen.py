@@ -23,9 +23,9 @@ def print_once(status: Status, rows: int) -> None:
     Console().print(frame(status, None, rows))
 
 
-def run(ask: Callable[[], Status], interval_s: float, rows: int) -> None:
+def run(first: Status, ask: Callable[[], Status], interval_s: float, rows: int) -> None:
     """Frames until Ctrl-C. A node that is silent is shown as it was, and that it is."""
-    before = status = ask()
+    before = status = first
     console = Console()
     if not console.is_terminal:
         while True:
