@@ -21,21 +21,22 @@ import numpy as np
 
 from bench_observe import line
 from bench_requests import NUM_PAGES, NUM_ROWS, NUM_TOKENS, Side
+from bench_requests import options as options_of_side
 from pdkv.endpoint import DecodeEndpoint, Outcome, PrefillEndpoint, Released, Succeeded
 from pdkv.rendezvous import EngineRecord
 
 MODES = ("off", "on")
 
 
-def sides(options: argparse.Namespace) -> dict[str, Side]:
+def sides() -> dict[str, Side]:
     """A node without a recorder, and one with."""
-    settings = {"transports": "", "backend": "nixl", "threaded": False, "progress_thread": False}
-    return {mode: Side(argparse.Namespace(**settings, recorder=mode == "on")) for mode in MODES}
+    chosen = {"off": [], "on": ["--recorder"]}
+    return {mode: Side(options_of_side().parse_args(chosen[mode])) for mode in MODES}
 
 
-def prefill(options: argparse.Namespace) -> None:
+def prefill() -> None:
     """For each line "mode first-room number" serve those rooms, and print the CPU seconds."""
-    mine = sides(options)
+    mine = sides()
     endpoints = {mode: PrefillEndpoint(side.node) for mode, side in mine.items()}
     records = {
         mode: EngineRecord(
@@ -100,7 +101,7 @@ class Blocks:
         self._records = {
             mode: EngineRecord.from_bytes(text.encode()) for mode, text in told.items()
         }
-        self._sides = sides(options)
+        self._sides = sides()
         self._endpoints = {mode: DecodeEndpoint(s.node) for mode, s in self._sides.items()}
         self._next = 0
 
@@ -154,7 +155,10 @@ def main() -> None:
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
-    (prefill if options.prefill else measure)(options)
+    if options.prefill:
+        prefill()
+    else:
+        measure(options)
 
 
 if __name__ == "__main__":

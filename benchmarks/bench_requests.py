@@ -152,7 +152,8 @@ def run(arguments: argparse.Namespace) -> None:
     child.wait(30)
 
 
-def main() -> None:
+def options() -> argparse.ArgumentParser:
+    """What may be chosen, and what is chosen where nothing is."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--num-requests", type=int, default=6000)
     parser.add_argument("--window", type=int, default=32)
@@ -169,7 +170,11 @@ def main() -> None:
     parser.add_argument("--transports", default="")
     parser.add_argument("--recorder", action="store_true", help="metrics and timelines at both")
     parser.add_argument("--prefill", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    return parser
+
+
+def main() -> None:
+    arguments = options().parse_args()
     os.environ.setdefault("UCX_NET_DEVICES", "lo")
     if arguments.switch_interval:
         sys.setswitchinterval(arguments.switch_interval)
