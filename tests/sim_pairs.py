@@ -114,10 +114,10 @@ def inject_once(pair: Pair, seed: int = 3) -> bool:
         scenario = msgspec.structs.replace(scenario, requests=(first, *scenario.requests[1:]))
     world = World(scenario, planner=SimPlanner())
     done: list[Any] = []
-    feed = Requests._feed
+    take = Requests._take
 
-    def feeding(self: Requests, owner: Any, event: e.Event, now: float) -> None:
-        feed(self, owner, event, now)
+    def taking(self: Requests, owner: Any, event: e.Event, now: float) -> None:
+        take(self, owner, event, now)
         machine = owner.machine
         has_pairing = machine.pairing is not None
         if not done and has_pairing and pair_of(machine, pair[2]) == pair:
@@ -126,7 +126,7 @@ def inject_once(pair: Pair, seed: int = 3) -> bool:
             blame(world, owner)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Requests, "_feed", feeding)
+        patch.setattr(Requests, "_take", taking)
         patch.setattr(
             world.checkers, "_check_cause", lambda attempt: check_others(world, done, attempt)
         )
