@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 import torch
@@ -12,19 +10,11 @@ from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succee
 from pdkv.errors import ConfigError, TransferError
 from pdkv.heads import owned_heads
 from pdkv.layout import EngineLayout
-from pdkv.limits import Limits
 from pdkv.protocol import Identity, pack_page_ids
 from pdkv.request import ReceiverRequest
 from support import Engine, World, model_cache, small_layout
 
 PAGE_SIZE = 4
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def pages_of(num_tokens: int, seed: int) -> np.ndarray:

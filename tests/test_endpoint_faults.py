@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
 from pdkv.errors import ConfigError
-from pdkv.limits import Limits
 from pdkv.protocol import Abort, Ask, Failed, Identity, Message, Sent, decode_frame
 from pdkv.protocol import decode as decode_message
 from pdkv.request import agree
@@ -18,13 +15,6 @@ from test_endpoint import ask, pages_of, serve
 
 PAGES = pages_of(16, 1)
 OTHER = np.setdiff1d(np.arange(32), PAGES)[:4].astype(np.int32)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def pair(world: World, src: int = 1, dst: int = 1) -> tuple[Engine, Engine]:

@@ -90,14 +90,20 @@ def test_two_turns_between_engines_of_unequal_size(
     assert not any(process.is_alive() for process in prefill.processes + decode.processes)
 
 
-def test_retracted_requests_of_the_example_resume_with_the_same_tokens(model_folder: Path) -> None:
+@pytest.mark.parametrize(
+    ("retraction", "tp_size"),
+    [("host", 1), pytest.param("recompute", 3, marks=pytest.mark.check)],
+)
+def test_retracted_requests_of_the_example_go_on_with_the_same_tokens(
+    model_folder: Path, retraction: str, tp_size: int
+) -> None:
     from engine import Engine, answers
 
     turns = [undivided(model_folder, 40, num_turns=1, seed=seed)[0] for seed in range(3)]
     # 3 x 150 tokens are 30 pages; none of them can grow by 40 more while the others stay.
     with (
-        Engine("prefill", 1, model_folder) as prefill,
-        Engine("decode", 1, model_folder, num_pages=31) as decode,
+        Engine("prefill", tp_size, model_folder) as prefill,
+        Engine("decode", tp_size, model_folder, num_pages=31, retraction=retraction) as decode,
     ):
         addresses, _ = answers(prefill, decode)
         requests = [
@@ -107,13 +113,15 @@ def test_retracted_requests_of_the_example_resume_with_the_same_tokens(model_fol
         record = prefill.record(addresses)
         decode.command("decode", prefill=record, requests=requests, end_token=-1)
         prefill.command("prefill", requests=requests)
-        _, (reports,) = answers(prefill, decode)
-        assert [report["failed"] for report in reports] == ["", "", ""]
-        assert sum(report["num_retractions"] for report in reports) > 0
-        for report, turn in zip(reports, turns, strict=True):
-            assert report["tokens"] == turn.answer
-        decode.command("memory")
-        assert answers(decode) == [[[31, 31, 0]]]
+        _, per_rank = answers(prefill, decode, prefill=prefill)
+        for reports in per_rank:
+            assert [report["failed"] for report in reports] == ["", "", ""]
+            assert sum(report["num_retractions"] for report in reports) > 0
+            for report, turn in zip(reports, turns, strict=True):
+                assert report["tokens"] == turn.answer
+        for engine in (prefill, decode):
+            engine.command("memory")
+        assert answers(prefill, decode) == [[[96, 96, 0]] * tp_size, [[31, 31, 0]] * tp_size]
 
 
 @pytest.mark.parametrize("stage", [pytest.param("transfer", marks=pytest.mark.check), "running"])

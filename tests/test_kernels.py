@@ -185,7 +185,7 @@ REFUSED = {
     "no conversion from bfloat16 to float32": gather(out=cache(2, 32, 2, 32, dtype=torch.float32)),
     "must lie in": gather(page_ids=[1, 8]),
     r"page ids must lie in \[0, 8\)": gather(page_ids=[-1, 3]),
-    "flat list of integers": gather(page_ids=[0.5, 1.5]),
+    "one row of integers": gather(page_ids=[0.5, 1.5]),
     "no part of range": gather(heads=range(3, 5)),
     "order must be": gather(order="DHN"),
     "no layers": gather(layers=[]),
@@ -205,7 +205,7 @@ REFUSED = {
     "must be a list of tensors, one": gather(layers=cache(2, 8, 16, 4, 32)),
     "list of tensors, got ndarray": gather(layers=[np.zeros((8, 16, 4, 32), np.int16)] * 2),
     "must be one tensor, not a list": gather(out=list(cache(2, 32, 2, 32))),
-    r"not int64 of shape \(1, 2\)": gather(page_ids=[[1, 2]]),
+    r"got int64 \(1, 2\)": gather(page_ids=[[1, 2]]),
     "no kernels for device 'meta'": gather(
         layers=[cache(8, 16, 4, 32).to("meta")] * 2, out=cache(2, 32, 2, 32).to("meta")
     ),

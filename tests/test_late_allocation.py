@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -31,20 +29,16 @@ PAGES, OTHER = pages_of(16, 1), np.setdiff1d(np.arange(32), pages_of(16, 1))[:4]
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(
-        Limits(
-            keepalive_s=0.1,
-            peer_lost_s=1.0,
-            resend_s=0.1,
-            ask_s=0.2,
-            progress_s=0.5,
-            queued_s=3.0,
-            bootstrap_s=2.0,
-        )
+def limits() -> Limits:
+    return Limits(
+        keepalive_s=0.1,
+        peer_lost_s=1.0,
+        resend_s=0.1,
+        ask_s=0.2,
+        progress_s=0.5,
+        queued_s=3.0,
+        bootstrap_s=2.0,
     )
-    yield world
-    world.close()
 
 
 def pair(world: World, src: int = 1, dst: int = 1) -> tuple[Engine, Engine]:

@@ -24,6 +24,7 @@ LAYERS = {
     "_claims": 0,
     "_differences": 0,
     "_values": 0,
+    "_ids": 1,
     "heads": 1,
     "plan": 1,
     "protocol": 2,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -23,10 +22,8 @@ NUM_TOKENS = 19
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits()
 
 
 @pytest.fixture

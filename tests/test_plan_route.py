@@ -156,8 +156,8 @@ class TestRefusals:
             ([1, 3], [2, 1 << 40], "outside of 16 pages"),
             ([1, 3], [-7, 2], "outside of 16 pages"),
             ([1, 3], [2, 2], "names page 2 twice"),
-            ([1, 3], [[2, 6]], "flat list of integers"),
-            ([1.0, 3.0], [2, 6], "flat list of integers"),
+            ([1, 3], [[2, 6]], "one row of integers"),
+            ([1.0, 3.0], [2, 6], "one row of integers"),
         ],
     )
     def test_page_lists(self, src: list[int], dst: list[int], message: str) -> None:

@@ -114,6 +114,7 @@ def test_the_generation_of_a_slot_tells_tenants_apart() -> None:
 
 def test_pages_become_token_slots_in_a_row() -> None:
     pool = ReqToTokenPool(2, 10)
+    pool.alloc(2)
     pool.assign(1, [5, 2], page_size=4)
     assert pool.table[1].tolist() == [20, 21, 22, 23, 8, 9, 10, 11, 0, 0]
     pool.assign(1, [7], page_size=4, start=8)
@@ -182,3 +183,21 @@ SlotsAgainstModel.TestCase.settings = settings(
     max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None
 )
 TestSlotsAgainstModel = SlotsAgainstModel.TestCase
+
+
+def test_a_row_is_written_for_whoever_has_it_and_for_nobody_else() -> None:
+    pool = ReqToTokenPool(2, 8)
+    with pytest.raises(ConfigError, match="slot 0 is not taken"):
+        pool.assign(0, [3], page_size=4)
+    (slot,) = pool.alloc(1)
+    with pytest.raises(ConfigError, match="outside"):
+        pool.assign(-1, [3], page_size=4)
+    with pytest.raises(ConfigError, match="position 8 is outside"):
+        pool.assign(slot, [3], page_size=4, start=8)
+    with pytest.raises(ConfigError, match="position -4 is outside"):
+        pool.assign(slot, [3], page_size=4, start=-4)
+    with pytest.raises(ConfigError, match="one row of integers"):
+        pool.assign(slot, [[3]], page_size=4)
+    assert not pool.table.any()
+    pool.assign(slot, [3], page_size=4, start=4)
+    assert pool.table[slot].tolist() == [0, 0, 0, 0, 12, 13, 14, 15]

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from pdkv.errors import ConfigError, RemoteProtocolError
 from pdkv.layout import Component, EngineLayout, Field, KVLayout
-from pdkv.queues import DecodeRequest, PrefillRequest, QueueSettings, RequestMemory, fold
+from pdkv.limits import Limits
+from pdkv.queues import (
+    DecodeRequest,
+    DecodeStage,
+    PrefillRequest,
+    QueueSettings,
+    RequestMemory,
+    fold,
+)
 from queue_world import AUX, DecodeSide, PrefillSide, Router, World, small_layout
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    made = World()
-    yield made
-    made.close()
+def limits() -> Limits:
+    return Limits()
 
 
 def pair(
@@ -370,6 +374,56 @@ def test_settings_that_mean_nothing_are_refused(wrong: dict, word: str) -> None:
         QueueSettings(**wrong)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "word"),
+    [
+        ({"prompt": [1.5, 2.0]}, "tokens must"),
+        ({"prompt": [1 << 40]}, "tokens must"),
+        ({"prompt": ["1"]}, "tokens must"),
+        ({"room": "1"}, "room must"),
+        ({"room": 1 << 63}, "no int64"),
+        ({"priority": None}, "priority must"),
+    ],
+)
+def test_requests_that_would_be_others_are_refused(wrong: dict, word: str) -> None:
+    """Rounded, a prompt would be another one, and get the pages of it."""
+    fields = {"room": 1, "prompt": [1, 2], **wrong}
+    with pytest.raises(ConfigError, match=word):
+        DecodeRequest(max_new_tokens=2, **fields)
+    with pytest.raises(ConfigError, match=word):
+        PrefillRequest(**fields)
+    with pytest.raises(ConfigError, match="max_new_tokens must"):
+        DecodeRequest(room=1, prompt=[1], max_new_tokens=1.5)  # type: ignore[arg-type]
+
+
+def test_a_scheduler_that_calls_in_an_odd_order_is_told(world: World) -> None:
+    router = pair(world)
+    stages = router.decode.stages
+    stray = DecodeRequest(room=1, prompt=[1], max_new_tokens=2)
+    with pytest.raises(ConfigError, match="was not added"):
+        stages.abort(stray)
+    request_id = router.send(range(5), 3)
+    request = router.decode.requests[request_id][0]
+    with pytest.raises(ConfigError, match=f"room {request.room} is live"):
+        stages.add(DecodeRequest(room=request.room, prompt=[1], max_new_tokens=2))
+    for one in (stray, request):
+        # A token noted too early would be taken for one that is replayed.
+        with pytest.raises(ConfigError, match="does not run"):
+            stages.append(one, 7)
+        assert one.outputs == []
+    while request.stage is not DecodeStage.RUNNING:
+        router.step()
+    with pytest.raises(ConfigError, match="token must be an integer"):
+        stages.append(request, 1.5)  # type: ignore[arg-type]
+    router.run()
+    router.check_answer(request_id)
+    again = DecodeRequest(room=request.room, prompt=[1], max_new_tokens=2)
+    stages.add(again)  # a room whose request is over is free
+    stages.abort(again)
+    stages.advance()
+    is_idle(router)
+
+
 def test_misuse_raises(world: World) -> None:
     with pytest.raises(ConfigError):
         DecodeRequest(room=1, prompt=[], max_new_tokens=1)
@@ -436,4 +490,10 @@ def test_a_share_above_the_whole_staging_budget_is_refused_at_once(world: World)
             aux=router.decode.memory.aux,
             staging_nbytes=512,
             staging_per_request=-1,
+        )
+    with pytest.raises(ConfigError, match="reserved_decode_tokens=-1"):
+        RequestMemory(
+            pages=router.decode.memory.pages,
+            aux=router.decode.memory.aux,
+            reserved_decode_tokens=-1,
         )

@@ -6,12 +6,12 @@ import os
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch.distributed as dist
 from model import NUM_PAGES, engine_layout
 from processes import context
-from rank import RankSpec, run_rank
+from rank import RankSpec, Recompute, run_rank
 from weights import CACHE, load
 
 from pdkv.rendezvous import EngineRecord
@@ -27,7 +27,13 @@ class Engine:
     """A prefill or a decode engine of `tp_size` processes. Use it as a context."""
 
     def __init__(
-        self, role: str, tp_size: int, model_folder: Path, *, num_pages: int = NUM_PAGES
+        self,
+        role: str,
+        tp_size: int,
+        model_folder: Path,
+        *,
+        num_pages: int = NUM_PAGES,
+        retraction: Literal["host", "recompute"] = "host",
     ) -> None:
         self.name, self.tp_size = f"{role} TP{tp_size}", tp_size
         self.incarnation = os.urandom(16)
@@ -50,6 +56,7 @@ class Engine:
                 num_pages=num_pages,
                 model_folder=model_folder,
                 log=log,
+                retraction=retraction,
             )
             process = processes.Process(target=run_rank, args=(spec, theirs), daemon=True)
             process.start()
@@ -94,8 +101,13 @@ class Engine:
         return EngineFailed(f"{self.name}, rank {rank} {what}\n  end of {log}:\n{tail}")
 
 
-def answers(*engines: Engine, timeout_s: float = ANSWER_S) -> list[list[Any]]:
-    """The next answer of each rank of each engine. EngineFailed when one dies or is too late."""
+def answers(
+    *engines: Engine, timeout_s: float = ANSWER_S, prefill: Engine | None = None
+) -> list[list[Any]]:
+    """The next answer of each rank of each engine. EngineFailed when one dies or is too late.
+
+    Meanwhile this process is the router: what decode asks for again goes to `prefill`.
+    """
     waiting = {
         engine.pipes[rank]: (engine, rank) for engine in engines for rank in range(engine.tp_size)
     }
@@ -107,11 +119,17 @@ def answers(*engines: Engine, timeout_s: float = ANSWER_S) -> list[list[Any]]:
             engine, rank = next(iter(waiting.values()))
             raise engine.failure(rank, f"did not answer within {timeout_s:g} s")
         for pipe in ready:
-            engine, rank = waiting.pop(pipe)
+            engine, rank = waiting[pipe]
             try:
-                found[engine, rank] = pipe.recv()
+                answer = pipe.recv()
             except (EOFError, OSError):
                 engine.processes[rank].join(STOP_S)
                 code = engine.processes[rank].exitcode
                 raise engine.failure(rank, f"has died (exit code {code})") from None
+            if isinstance(answer, Recompute):
+                assert prefill is not None, "decode has lost a prompt, and there is no router"
+                prefill.command("more", requests=[answer.request])
+                continue
+            del waiting[pipe]
+            found[engine, rank] = answer
     return [[found[engine, rank] for rank in range(engine.tp_size)] for engine in engines]

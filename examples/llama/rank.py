@@ -2,7 +2,9 @@
 
 All ranks of an engine get the same commands, run the same queues and see the same events, because
 everything that a rank knows alone passes a gate: the votes of a step go through one collective.
-What a real engine adds: a loop that never ends, and one forward pass for the whole batch.
+Prompts that decode has lost come to a prefill engine while it serves others; it takes them up when
+all its ranks have them. What a real engine adds: a loop that never ends, and one forward pass for
+the whole batch.
 """
 
 from __future__ import annotations
@@ -11,11 +13,12 @@ import os
 import signal
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -45,6 +48,8 @@ from pdkv.queues import (
     PrefillStage,
     PrefillStages,
     QueueEvent,
+    QueueSettings,
+    RecomputeNeeded,
     RequestEnded,
     RequestMemory,
     RequestReady,
@@ -68,12 +73,25 @@ class RankSpec:
     num_pages: int
     model_folder: Path
     log: Path
+    retraction: Literal["host", "recompute"] = "host"
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """What a decode engine says to its parent while it serves: a prompt for `Rank.more`."""
+
+    request: dict[str, Any]
 
 
 class Rank:
     """Model, pools, node and queues of one rank; `prefill` or `decode` serves requests."""
 
-    def __init__(self, spec: RankSpec) -> None:
+    def __init__(self, spec: RankSpec, pipe: Connection) -> None:
+        self.pipe = pipe
+        self.next_command: tuple[str, dict[str, Any]] | None = None  # read, and not carried out
+        # Prompts of `more` that wait here; how many came, were taken up, and came to all ranks.
+        self.lost: deque[dict[str, Any]] = deque()
+        self.num_received = self.num_taken = self.num_common = 0
         self.spec, self.tp_rank, self.tp_size = spec, spec.tp_rank, spec.tp_size
         if spec.tp_size > 1:
             store = dist.TCPStore("127.0.0.1", spec.store_port, is_master=False)
@@ -106,7 +124,12 @@ class Rank:
             host=[HostPool(self.kv.page_tensors(), self.spec.num_pages)],
         )
         endpoint = DecodeEndpoint(self.node)
-        context = DecodeContext(memory=memory, transport=endpoint, rank_id=self.tp_rank)
+        context = DecodeContext(
+            memory=memory,
+            transport=endpoint,
+            rank_id=self.tp_rank,
+            settings=QueueSettings(retraction=self.spec.retraction),
+        )
         stages = DecodeStages(context, self._resolve, group_size=self.tp_size)
         return DecodeDriver(endpoint, stages, self._gather)
 
@@ -129,17 +152,14 @@ class Rank:
 
     def prefill(self, *, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Compute prompts chunk by chunk, and send each chunk while the next one is computed."""
-        stages = self.driver.stages
         for request in requests:
-            self._begin(request["room"], held=0, computed_at=0.0)
-            stages.bootstrap.add(
-                PrefillRequest(
-                    room=request["room"],
-                    prompt=request["prompt"],
-                    extra_key=_extra_key(request),
-                )
-            )
+            self._add_prompt(request)
         return self._serve(requests, self._prefill_step)
+
+    def more(self, *, requests: Sequence[dict[str, Any]]) -> None:
+        """Compute prompts again that decode has lost. No answer: decode has them in its own."""
+        self._receive(requests)
+        self._serve([], self._prefill_step)
 
     def decode(
         self, *, prefill: bytes, requests: Sequence[dict[str, Any]], end_token: int
@@ -190,16 +210,15 @@ class Rank:
         self, requests: Sequence[dict[str, Any]], step: Callable[[], bool]
     ) -> list[dict[str, Any]]:
         """Step until every request is over; no deadline here: pdkv ends each within `Limits`."""
-        # A group's step is a collective of all its ranks: seldom enough to cost little.
-        pause = 1e-4 if self.tp_size == 1 else 2e-3
         try:
-            while self.driver.stages.num_live:
+            while self.driver.stages.num_live or self.lost:
                 if not step():
-                    time.sleep(pause)
+                    time.sleep(self._pause)
         except RuntimeError as error:
             # A collective broke: a rank has died, and with it the group. Its requests are over.
             self._lose_group(f"the group of {self.spec.role} is broken: {error}")
-        return [self.reports.pop(request["room"]) for request in requests]
+        reports, self.reports = self.reports, {}
+        return [reports[request["room"]] for request in requests]
 
     def _lose_group(self, cause: str) -> None:
         """End everything without the others: peers hear of it, and the parent."""
@@ -235,7 +254,9 @@ class Rank:
     def _prefill_step(self) -> bool:
         """One step of the queues, and one chunk of each prompt. True if there was any."""
         stages = self.driver.stages
+        self._read_ahead()
         self._step()
+        self._take_up()
         for request in stages.admit():
             self.reports[request.room]["held"] = request.num_cached
         computing = [r for r in stages.inflight if r.stage is PrefillStage.COMPUTING]
@@ -253,6 +274,40 @@ class Rank:
                 stages.inflight.finish(request)
         return bool(computing)
 
+    def _add_prompt(self, request: dict[str, Any]) -> None:
+        if request["room"] not in self.reports:
+            self._begin(request["room"], held=0, computed_at=0.0)
+        self.driver.stages.bootstrap.add(
+            PrefillRequest(
+                room=request["room"], prompt=request["prompt"], extra_key=_extra_key(request)
+            )
+        )
+
+    def _read_ahead(self) -> None:
+        """Prompts of `more`, up to the next command of another kind."""
+        while self.next_command is None and self.pipe.poll():
+            command, arguments = self.pipe.recv()
+            if command == "more":
+                self._receive(arguments["requests"])
+            else:
+                self.next_command = command, arguments
+
+    def _receive(self, requests: Sequence[dict[str, Any]]) -> None:
+        self.lost += requests
+        self.num_received += len(requests)
+        if self.tp_size == 1:
+            self.num_common = self.num_received
+
+    def _take_up(self) -> None:
+        """What has come to every rank, in the order in which it came."""
+        stages = self.driver.stages
+        live = {r.room for queue in (stages.bootstrap, stages.inflight) for r in queue}
+        # A room whose last attempt has no outcome here yet is waited for.
+        while self.num_taken < self.num_common and self.lost[0]["room"] not in live:
+            live.add(self.lost[0]["room"])
+            self._add_prompt(self.lost.popleft())
+            self.num_taken += 1
+
     def _step(self) -> None:
         for event in self.driver.step(time.monotonic()):
             self._note(event, self.reports.get(event.request.room))
@@ -261,7 +316,10 @@ class Rank:
         request = event.request
         if report is None:  # a request of an earlier command that is over only now
             return
-        if isinstance(event, RequestReady):
+        if isinstance(event, RecomputeNeeded):  # of a group one rank says so, and the router acts
+            lost = {"room": request.room, "prompt": event.tokens.tolist()}
+            self.pipe.send(Recompute({**lost, "reuse": not request.extra_key}))
+        elif isinstance(event, RequestReady) and not event.replay:
             request.outputs.append(int(request.aux["first_token"]))
             report["runnable_at"] = time.monotonic()
             report["first_token_s"] = report["runnable_at"] - report["arrived_at"]
@@ -286,7 +344,18 @@ class Rank:
 
     @property
     def _gather(self) -> Callable[[bytes], list[bytes]] | None:
-        return gather_bytes if self.tp_size > 1 else None
+        return self._gather_votes if self.tp_size > 1 else None
+
+    def _gather_votes(self, mine: bytes) -> list[bytes]:
+        """The collective of a step. Along with the votes goes how many prompts a rank has."""
+        gathered = gather_bytes(self.num_received.to_bytes(8, "big") + mine)
+        self.num_common = min(int.from_bytes(data[:8], "big") for data in gathered)
+        return [data[8:] for data in gathered]
+
+    @property
+    def _pause(self) -> float:
+        """A group's step is a collective of all its ranks: seldom enough to cost little."""
+        return 1e-4 if self.tp_size == 1 else 2e-3
 
     def _resolve(self, request: DecodeRequest) -> Known:
         assert self.prefill_record is not None
@@ -310,11 +379,14 @@ def run_rank(spec: RankSpec, pipe: Connection) -> None:
     torch.set_num_threads(1)
     # The node's thread gets the GIL back within this time while this one computes in Python.
     sys.setswitchinterval(5e-4)
-    rank = Rank(spec)
+    rank = Rank(spec, pipe)
     pipe.send(rank.node.address)
     try:
         while True:
-            command, arguments = pipe.recv()
-            pipe.send(getattr(rank, command)(**arguments))
+            command, arguments = rank.next_command or pipe.recv()
+            rank.next_command = None
+            answer = getattr(rank, command)(**arguments)
+            if command != "more":
+                pipe.send(answer)
     except EOFError:
         rank.close()

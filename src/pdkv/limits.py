@@ -27,6 +27,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     resend_s: an unanswered idempotent message (Hello, TransferInfo, Abort) goes out again.
     ask_s: a transfer without news asks its writers what they have sent.
     unknown_room_s: how long a TransferInfo waits for the engine to open its room.
+    max_frames_per_step, max_events_per_step: frames, and commands of the engine or events of its
+        requests, that one step takes up; the rest waits in its order. What comes at once (ten
+        thousand submits, a peer that ten thousand requests have waited for) holds up no step.
     staging_wait_s: how long a tag that prefers staging waits for its grant; direct after that.
     """
 
@@ -46,6 +49,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     max_tombstones: int = 65_536
     max_peers: int = 4_096
     max_frames_per_step: int = 256
+    max_events_per_step: int = 256
     max_pages_per_request: int = 1 << 22
     max_quarantined_requests: int = 1_024
     max_quarantined_requests_per_peer: int = 256

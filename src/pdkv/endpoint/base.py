@@ -11,19 +11,19 @@ import numpy as np
 import numpy.typing as npt
 
 from pdkv._claims import Claims
+from pdkv._ids import as_row
 from pdkv._values import as_int, check_text
 from pdkv.endpoint.events import EndpointEvent, Released, Succeeded
 from pdkv.endpoint.gate import Gate, GateOrder, check_verdicts
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
 from pdkv.observe import Health, WaitingRequest
-from pdkv.plan import highest_id
 from pdkv.protocol import Identity
 from pdkv.request.agree import Key, Verdict, Vote, agree
 from pdkv.request.events import PagesAgreed
 from pdkv.request.states import Allocation
 
-__all__ = ["Endpoint", "as_ids", "as_num_tokens", "check_in_pool"]
+__all__ = ["Endpoint", "as_ids", "as_num_tokens"]
 
 _MAX_TOKENS = 1 << 48  # what a message can say
 
@@ -41,19 +41,11 @@ def as_num_tokens(value: int) -> int:
 def as_ids(ids: Sequence[int] | npt.NDArray[Any]) -> npt.NDArray[np.int32]:
     """A copy of page ids as one row of int32. ConfigError for anything but whole numbers of that
     size: what is cut off would name other pages."""
-    given = np.asarray(ids)
-    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ConfigError(f"page ids must be one row of integers, got {given.dtype} {given.shape}")
+    given = as_row(ids)
     row = given.astype(np.int32)
     if given.dtype != np.int32 and not (row == given).all():
         raise ConfigError("page ids must be int32")
     return row
-
-
-def check_in_pool(ids: npt.NDArray[np.signedinteger[Any]], num_pages: int) -> None:
-    """ConfigError for an id outside [0, num_pages)."""
-    if highest_id(ids) >= num_pages:
-        raise ConfigError(f"page ids must lie in [0, {num_pages})")
 
 
 class _Turn:

@@ -102,6 +102,7 @@ class NodeCore:
         )
         limits = self._limits = local.limits
         self._commands: deque[Callable[[float], None]] = deque()
+        self._frames: deque[tuple[bytes, str]] = deque()  # received, and not looked at
         # Why nothing may be admitted, as of the last tick; nothing when healthy.
         self.problem = ""
         self._ticked_at = 0.0
@@ -122,20 +123,25 @@ class NodeCore:
         return bool(self._commands or self.requests.receivers or self.requests.senders)
 
     @property
+    def is_behind(self) -> bool:
+        """Whether a step left something for the next one: there was more than one may take up."""
+        return bool(self._commands or self._frames or self.requests.inbox)
+
+    @property
     def tick_s(self) -> float:
         """How long a step may be put off at most."""
         return self._tick_s
 
-    def step(self, now: float) -> bool:
-        """One bounded batch of everything; True when something happened."""
-        busy = bool(self._commands)
-        if busy:
+    def step(self, now: float, *, to_end: bool = False) -> bool:
+        """One bounded batch of everything, or as many as it takes until nothing is left that was
+        commanded before; True when something happened."""
+        while to_end and self.is_behind:
+            self.step(now)
+        busy = self.is_behind
+        self._run(now)
+        if not self.requests.inbox:  # else nothing new before what came earlier
             self._run_commands(now)
-        for data, sender in self._receive(self._limits.max_frames_per_step):
-            self._guarded(self.incoming.on_frame, data, sender, now)
-            # One message at a time: an answer must not overlook the message before it.
-            self.requests.run(now)
-            busy = True
+            busy |= self._take_frames(now)
         for note in self._backend.notifications():
             self._guarded(self.incoming.on_notification, note, now)
             busy = True
@@ -149,20 +155,34 @@ class NodeCore:
             busy |= self._staging.poll()
         if now - self._ticked_at >= self._tick_s:
             self._tick(now)
-        if self.requests.inbox:
-            self.requests.run(now)
+        self._run(now)
         return self.writes.post() or busy
 
     def obey(self, now: float) -> None:
         """Carry out what was commanded since the last step, and nothing else."""
-        if self._commands:
+        if self._commands and not self.requests.inbox:
             self._run_commands(now)
-            self.requests.run(now)
+            self._run(now)
             self.writes.post()
 
+    def _run(self, now: float) -> None:
+        """What waits in the inbox, as far as one batch goes."""
+        if self.requests.inbox:
+            self.requests.run(now, self._limits.max_events_per_step)
+
     def _run_commands(self, now: float) -> None:
-        for _ in range(len(self._commands)):
+        for _ in range(min(len(self._commands), self._limits.max_events_per_step)):
             self._guarded(self._commands.popleft(), now)
+
+    def _take_frames(self, now: float) -> bool:
+        """One message at a time: an answer must not overlook the message before it."""
+        if not self._frames:
+            self._frames.extend(self._receive(self._limits.max_frames_per_step))
+        has_any = bool(self._frames)
+        while self._frames and not self.requests.inbox:
+            self._guarded(self.incoming.on_frame, *self._frames.popleft(), now)
+            self._run(now)
+        return has_any
 
     def _guarded(self, handler: Callable[..., None], *arguments: object) -> None:
         """One bad frame or command never ends the loop."""
@@ -205,7 +225,7 @@ class NodeCore:
 
     def _tick(self, now: float) -> None:
         self._ticked_at = now
-        self.requests.run(now)
+        self._run(now)
         self._end_what_is_fenced()
         for peer in self.links.lost(now):
             self.incoming.lose(peer, f"silent for {now - peer.heard_at:.1f} s")

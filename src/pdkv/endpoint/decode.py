@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import check_range
 from pdkv._values import as_int
-from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens, check_in_pool
+from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError, LayoutMismatch
@@ -275,7 +276,7 @@ class DecodeEndpoint(Endpoint):
         if len(page_ids) > node.limits.max_pages_per_request:
             raise ConfigError(f"{len(page_ids)} pages exceed limits.max_pages_per_request")
         if self._pool is not None:
-            check_in_pool(page_ids, self._pool.num_pages)
+            check_range(page_ids, 0, self._pool.num_pages)
             if not are_distinct(page_ids):
                 raise ConfigError("a page id appears twice")
         if len(state_ids) != len(self._own):

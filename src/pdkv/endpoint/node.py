@@ -140,14 +140,14 @@ class Node:
         """The node's clock, in seconds."""
         return self._clock()
 
-    def step(self, now: float | None = None) -> bool:
+    def step(self, now: float | None = None, *, to_end: bool = False) -> bool:
         """Make progress from the engine's thread. With a thread of its own, nothing to do."""
         if self._thread is not None:
             return False
         if now is not None and not math.isfinite(now):
             raise ConfigError(f"poll takes the time of the node's clock, got {now}")
         self._stepper = threading.get_ident()
-        return self.core.step(self._clock() if now is None else now)
+        return self.core.step(self._clock() if now is None else now, to_end=to_end)
 
     def obey(self, now: float) -> None:
         """Carry out at once what verdicts asked for, where the engine's thread makes progress: a
@@ -292,7 +292,7 @@ class Node:
         if self.is_asleep:
             return
         if self._thread is None and self._stepper == threading.get_ident():
-            self.step()  # what the last verdicts asked for comes before
+            self.step(to_end=True)  # what the last verdicts asked for comes before
         self.ask(lambda: self._fall_asleep(self._clock()))
 
     def _fall_asleep(self, now: float) -> None:

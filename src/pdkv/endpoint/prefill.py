@@ -9,8 +9,9 @@ from typing import Any
 import msgspec
 import numpy.typing as npt
 
+from pdkv._ids import check_range
 from pdkv._values import as_int, check_text
-from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens, check_in_pool
+from pdkv.endpoint.base import Endpoint, as_ids, as_num_tokens
 from pdkv.endpoint.events import Change, Released
 from pdkv.endpoint.node import Node
 from pdkv.errors import ConfigError
@@ -227,7 +228,7 @@ class PrefillEndpoint(Endpoint):
             return True
         self._feed(handle, TokensRecalled())
         while True:
-            has_moved = node.step()  # a node without a thread takes the event only here
+            has_moved = node.step(to_end=True)  # a node without a thread takes the event only here
             is_quiet, next_token = self._recalled(handle)
             if is_quiet or node.now() >= until:
                 break
@@ -289,7 +290,7 @@ class PrefillEndpoint(Endpoint):
             raise ConfigError(f"{len(ids)} page ids where {tokens} needs {len(where)}")
         pool = node.pool.component(node.layout.kv.components[component].name)
         if pool is not None:
-            check_in_pool(ids, pool.num_pages)
+            check_range(ids, 0, pool.num_pages)
         return PageIds(component, where.start, ids)
 
     def close(self) -> None:

@@ -90,14 +90,14 @@ class Requests:
             links=links, inbox=self.inbox, rank_id=rank_id, limits=limits, counters=counters
         )
 
-    def run(self, now: float) -> None:
-        """Feed everything that waits in the inbox."""
+    def run(self, now: float, max_events: int = 1 << 62) -> None:
+        """Feed what waits in the inbox, in order: everything, or so many."""
         inbox = self.inbox
-        while inbox:
+        while inbox and (max_events := max_events - 1) >= 0:
             owner, event = inbox.popleft()
             self._take(owner, event, now)
             # A write and the row that went along end together: their news is one.
-            if not inbox or inbox[0][0] is not owner:
+            if not inbox or not max_events or inbox[0][0] is not owner:
                 self._follow(owner, now)
 
     def _feed(self, owner: Receiving | Sending, event: Event, now: float) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdkv._ids import as_row, check_range
 from pdkv.errors import ConfigError
 from pdkv.plan import are_distinct
 from pdkv.plan.tables import CASTS, Cast, TableCopy
@@ -260,13 +261,9 @@ def _ids(name: str, ids: PageIds, num_pages: int, *, distinct: bool) -> Ints:
         if ids.device.type != "cpu":
             raise ConfigError(f"{name} are on {ids.device}; they are checked on the host")
         ids = ids.numpy()
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        what = f"{array.dtype} of shape {array.shape}"
-        raise ConfigError(f"{name} must be a flat list of integers, not {what}")
-    found = array.astype(np.int64)
-    if found.size and (found.min() < 0 or found.max() >= num_pages):
-        raise ConfigError(f"{name} must lie in [0, {num_pages})")
+    row = as_row(ids, name)
+    check_range(row, 0, num_pages, name)
+    found = row.astype(np.int64)
     if distinct and not are_distinct(found):
         raise ConfigError(f"{name} name a page twice")
     return found

@@ -6,7 +6,7 @@ per pair of ranks), `Route.plan` the `Runs` of one `Tag`. Layer 1: numpy and lay
 
 from pdkv.plan.cost import CostModel, Estimate
 from pdkv.plan.geometry import Tag
-from pdkv.plan.pages import are_distinct, highest_id
+from pdkv.plan.pages import are_distinct
 from pdkv.plan.pairing import Pairing, validate
 from pdkv.plan.picture import Picture
 from pdkv.plan.prepared import Indices, PreparedLists, Sizes
@@ -36,7 +36,6 @@ __all__ = [
     "coalesce",
     "coalesce_pages",
     "gather_copies",
-    "highest_id",
     "scatter_copies",
     "staged_nbytes",
     "validate",

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import as_row, highest_id
 from pdkv.errors import ConfigError
-from pdkv.plan.runs import FEW, RunBuffer
+from pdkv.plan.runs import RunBuffer
 from pdkv.plan.tokens import Ints, Paged, Segments, Steps
 
 __all__ = [
@@ -23,14 +24,11 @@ __all__ = [
     "Placed",
     "are_distinct",
     "as_ids",
-    "highest_id",
     "place",
     "require_distinct",
 ]
 
 PageIds = npt.NDArray[np.integer] | Sequence[int]
-_INT64 = np.dtype(np.int64)
-_UNSIGNED = {np.dtype(t).itemsize: np.dtype(t) for t in (np.uint8, np.uint16, np.uint32, np.uint64)}
 # A buffer keeps 2 bytes for each page, which hold the index of an id. Beyond, ids are sorted.
 _MAX_NOTED_PAGES, _MAX_NOTED_IDS = 1 << 25, 1 << 16
 
@@ -119,15 +117,6 @@ def place(
     return Placed(src_pages, src_offsets, dst_pages, dst_offsets, cut.length, cut.steps)
 
 
-def highest_id(ids: npt.NDArray[np.signedinteger[Any]]) -> int:
-    """The largest of signed ids, where a negative one is larger than any other, so that one
-    comparison checks both ends; -1 of none."""
-    if not len(ids):
-        return -1
-    seen = ids.view(_UNSIGNED[ids.itemsize])
-    return max(seen.tolist()) if len(seen) <= FEW else int(np.maximum.reduce(seen))
-
-
 def are_distinct(
     ids: npt.NDArray[np.integer], num_pages: int = 0, buffer: RunBuffer | None = None
 ) -> bool:
@@ -157,9 +146,4 @@ def require_distinct(ids: Ints, num_pages: int, buffer: RunBuffer | None = None)
 
 def as_ids(ids: PageIds) -> Ints:
     """A list of ids as int64, without a copy where it is one already."""
-    array = np.asarray(ids)
-    if array.dtype == _INT64 and array.ndim == 1:
-        return array
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(f"page ids must be a flat list of integers, not {array.dtype}")
-    return array.astype(np.int64, copy=False)
+    return as_row(ids).astype(np.int64, copy=False)

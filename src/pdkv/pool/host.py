@@ -17,8 +17,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdkv._ids import as_row, check_range
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
+from pdkv.plan import are_distinct
 from pdkv.pool.pages import PageAllocator, runs_of
 
 __all__ = ["HostCopy", "HostPool"]
@@ -38,6 +40,7 @@ class HostCopy(msgspec.Struct, eq=False):
 
     page_ids: _Ids
     ready: ReadyEvent
+    is_dropped: bool = False
 
     @property
     def num_pages(self) -> int:
@@ -87,7 +90,9 @@ class HostPool:
         """Begin to copy pages to the host; None when there is no room.
 
         On CUDA the copy runs in the current stream: what was launched before it is in it.
+        ConfigError for ids that are no pages of the cache.
         """
+        page_ids = self._check(page_ids)
         where = self._pages.alloc(len(page_ids))
         if where is None:
             return None
@@ -106,8 +111,13 @@ class HostPool:
     def load(self, copy: HostCopy, page_ids: _Ids) -> ReadyEvent:
         """Begin to copy a copy into pages of the cache; fires when they may be used.
 
-        ConfigError unless there are as many of them. The copy stays until `drop`.
+        ConfigError unless there are as many of them, all different, and for a copy that is not
+        complete yet or was dropped. The copy stays until `drop`.
         """
+        self._check_kept(copy)
+        page_ids = self._check(page_ids)
+        if not are_distinct(page_ids):
+            raise ConfigError("a page id appears twice")
         if len(page_ids) != copy.num_pages:
             raise ConfigError(f"{len(page_ids)} pages for a copy of {copy.num_pages}")
         if not copy.ready.query():
@@ -121,8 +131,21 @@ class HostPool:
         return _Now()
 
     def drop(self, copy: HostCopy) -> None:
-        """Give a copy's room back, once nothing is read from it any more."""
+        """Give a copy's room back, once nothing is read from it any more. ConfigError for one that
+        was dropped: its room may be another's."""
+        self._check_kept(copy)
+        copy.is_dropped = True
         self._pages.free(copy.page_ids)
+
+    def _check(self, page_ids: _Ids) -> _Ids:
+        row = as_row(page_ids)
+        if self._pool:  # a rank without layers has ids, and nothing behind them
+            check_range(row, 0, len(self._pool[0]))
+        return row.astype(np.int32, copy=False)
+
+    def _check_kept(self, copy: HostCopy) -> None:
+        if copy.is_dropped:
+            raise ConfigError("the copy was dropped")
 
     def _save_cuda(self, page_ids: _Ids, where: _Ids) -> ReadyEvent:
         """Gather on the device, then one transfer per run of host pages."""

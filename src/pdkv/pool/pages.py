@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import as_count, as_row, check_range
 from pdkv.errors import ConfigError
 from pdkv.plan import are_distinct
 from pdkv.pool.runs import FreeRuns
@@ -47,6 +48,7 @@ class PageAllocator:
         span: int = 0,
         pages_per_unit: int = 1,
     ) -> None:
+        num_pages = as_count(num_pages)
         if num_pages < 1 + reserve_page_zero or page_size < 1:
             raise ConfigError(f"{num_pages=} and {page_size=} must leave at least one page")
         if pages_per_unit < 1 or span < 0:
@@ -96,6 +98,8 @@ class PageAllocator:
         One contiguous run wherever there is one, cut from the smallest that fits; else as few
         runs as can be.
         """
+        if type(num) is not int:
+            num = as_count(num)
         if num > self.available:
             return None
         ids = self._take(num)
@@ -104,7 +108,7 @@ class PageAllocator:
 
     def reserve(self, num: int) -> bool:
         """Promise `num` pages without choosing them; False when fewer are available."""
-        _check_count(num)
+        num = as_count(num)
         if num > self.available:
             return False
         self.available -= num
@@ -113,13 +117,13 @@ class PageAllocator:
 
     def commit(self, num: int) -> npt.NDArray[np.int32]:
         """Turn `num` promised pages into ids, as `alloc` would. ConfigError for more."""
-        self._check_reserved(num)
+        num = self._check_reserved(num)
         self.num_reserved -= num
         return self._take(num)
 
     def cancel(self, num: int) -> None:
         """Take a promise of `num` pages back. ConfigError for more than were promised."""
-        self._check_reserved(num)
+        num = self._check_reserved(num)
         self.num_reserved -= num
         self.available += num
 
@@ -192,7 +196,7 @@ class PageAllocator:
     def _take(self, num: int) -> npt.NDArray[np.int32]:
         """`num` free pages, which are used from now on."""
         if num < 1:
-            _check_count(num)
+            as_count(num)
             return self._ids[:0].copy()
         start = self._runs.take(num)
         self.num_used += num
@@ -226,12 +230,9 @@ class PageAllocator:
 
     def _check(self, ids: _Ids) -> npt.NDArray[np.int64]:
         """Ids as int64; ConfigError unless they are distinct pages of this pool."""
-        given = np.asarray(ids)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ConfigError(f"page ids must be one row of integers, got {given.dtype}")
+        given = as_row(ids)
+        check_range(given, self.num_padding, self.num_pages)
         pages = given.astype(np.int64)
-        if pages.size and (pages.min() < self.num_padding or pages.max() >= self.num_pages):
-            raise ConfigError(f"page ids must lie in [{self.num_padding}, {self.num_pages})")
         if not are_distinct(pages):
             raise ConfigError("a page id appears twice")
         return pages
@@ -240,15 +241,11 @@ class PageAllocator:
         if len(pages):
             raise ConfigError(f"pages {pages.tolist()} are {what}")
 
-    def _check_reserved(self, num: int) -> None:
-        _check_count(num)
+    def _check_reserved(self, num: int) -> int:
+        num = as_count(num)
         if num > self.num_reserved:
             raise ConfigError(f"{num} pages, but only {self.num_reserved} are reserved")
-
-
-def _check_count(num: int) -> None:
-    if num < 0:
-        raise ConfigError(f"can't allocate {num} pages")
+        return num
 
 
 def runs_of(pages: npt.NDArray[Any]) -> Iterable[tuple[int, int]]:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import as_tokens
 from pdkv.errors import ConfigError
 from pdkv.interfaces import PrefixMatch
 
@@ -86,7 +87,16 @@ class RadixPrefixCache:
         return PrefixMatch(found // 4, pages, node if path else None)
 
     def lock(self, match: PrefixMatch) -> None:
-        """Keep the matched pages until `unlock`. Locks add up."""
+        """Keep the matched pages until `unlock`. Locks add up.
+
+        ConfigError where `evict` has taken some of them since the match: match again.
+        """
+        node, nbytes = match.node, 0
+        while isinstance(node, _Node) and node.parent is not None:
+            nbytes += len(node.key)
+            node = node.parent
+        if nbytes != 4 * match.num_tokens:
+            raise ConfigError(f"of {match.num_tokens} matched tokens pages were evicted since")
         node = match.node
         while isinstance(node, _Node):
             if not node.num_locks:
@@ -255,7 +265,7 @@ class RadixPrefixCache:
 
 
 def _as_bytes(tokens: Sequence[int] | npt.NDArray[Any]) -> bytes:
-    return np.asarray(tokens, dtype=np.int32).tobytes()
+    return as_tokens(tokens).tobytes()
 
 
 def _num_shared(a: bytes, b: bytes, unit: int) -> int:

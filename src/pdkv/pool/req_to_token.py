@@ -15,11 +15,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pdkv._ids import as_count, as_row
 from pdkv.errors import ConfigError
 
 __all__ = ["DecodeReqToTokenPool", "ReqToTokenPool"]
 
 _Slots = Sequence[int] | npt.NDArray[Any]
+_FREE, _RUNNING, _ARRIVING = range(3)
 
 
 class ReqToTokenPool:
@@ -34,7 +36,7 @@ class ReqToTokenPool:
         self._stack = np.arange(size - 1, -1, -1)
         self._num_free = size
         # As long again for nobody: a negative slot ends up there, where nothing is ever taken.
-        self._is_taken = np.zeros(2 * size, bool)
+        self._states = np.zeros(2 * size, np.uint8)
         self._generations = np.zeros(2 * size, np.int64)
         self._num_allocs = 0
 
@@ -45,20 +47,26 @@ class ReqToTokenPool:
 
     def generation(self, slot: int) -> int:
         """The number of the `alloc` that gave the slot out last, 0 for never: it only grows."""
-        if not 0 <= slot < self._num_slots:
-            raise ConfigError(f"slot {slot} is outside [0, {self._num_slots})")
+        self._check(slot)
         return int(self._generations[slot])
 
     def is_current(self, slot: int, generation: int) -> bool:
         """Whether that tenancy of the slot still lasts."""
-        return self.generation(slot) == generation and bool(self._is_taken[slot])
+        return self.generation(slot) == generation and bool(self._states[slot])
 
     def assign(self, slot: int, page_ids: _Slots, *, page_size: int, start: int = 0) -> None:
         """Write the token slots of pages into a row, from position `start` on.
 
         Token t of a page is slot page_id * page_size + t. What is beyond the row is left out.
+        ConfigError for a slot that is not taken, and for a start outside the row.
         """
-        pages = torch.as_tensor(np.asarray(page_ids, np.int64), device=self.table.device)
+        self._check(slot)
+        if self._states[slot] == _FREE:
+            raise ConfigError(f"slot {slot} is not taken")
+        if not 0 <= start < self.table.shape[1]:
+            raise ConfigError(f"position {start} is outside [0, {self.table.shape[1]})")
+        ids = as_row(page_ids).astype(np.int64)
+        pages = torch.as_tensor(ids, device=self.table.device)
         offsets = torch.arange(page_size, device=self.table.device)
         tokens = (pages[:, None] * page_size + offsets).flatten()
         row = self.table[slot, start : start + len(tokens)]
@@ -66,42 +74,51 @@ class ReqToTokenPool:
 
     def alloc(self, num: int) -> npt.NDArray[np.int64] | None:
         """`num` slots, int64, or None when fewer are available."""
-        if num < 0:
-            raise ConfigError(f"can't allocate {num} slots")
+        return self._take(num, _RUNNING)
+
+    def free(self, slots: _Slots) -> None:
+        """Give slots back. ConfigError, and nothing changed, for slots that are not taken."""
+        self._give_back(slots)
+
+    def _take(self, num: int, state: int) -> npt.NDArray[np.int64] | None:
+        if type(num) is not int or num < 0:
+            num = as_count(num, "slots")
         if num > self._num_free:
             return None
         self._num_free -= num
         self._num_allocs += 1
         slots = self._stack[self._num_free : self._num_free + num][::-1].copy()
-        self._is_taken[slots] = True
+        self._states[slots] = state
         self._generations[slots] = self._num_allocs
         return slots
 
-    def free(self, slots: _Slots) -> None:
-        """Give slots back. ConfigError, and nothing changed, for slots that are not taken."""
-        given = np.asarray(slots)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ConfigError(f"slots must be one row of integers, got {slots!r}")
-        index = given.astype(np.int64, copy=False)
+    def _give_back(self, slots: _Slots) -> bytes:
+        """What each slot was before."""
+        index = as_row(slots, "slots").astype(np.int64, copy=False)
         try:
-            before = self._is_taken[index]
+            before = self._states[index]
         except IndexError:
-            raise ConfigError(f"slots {given.tolist()} are not all slots") from None
-        self._is_taken[index] = False
+            raise ConfigError(f"slots {index.tolist()} are not all slots") from None
+        self._states[index] = _FREE
         # Each slot that was taken, and is named once, counts.
         num_taken = self._num_slots - self._num_free
-        if np.count_nonzero(self._is_taken) != num_taken - len(index):
-            self._is_taken[index] = before
-            raise ConfigError(f"slots {given.tolist()} are not all taken, or named twice")
+        if np.count_nonzero(self._states) != num_taken - len(index):
+            self._states[index] = before
+            raise ConfigError(f"slots {index.tolist()} are not all taken, or named twice")
         self._stack[self._num_free : self._num_free + len(index)] = index[::-1]
         self._num_free += len(index)
+        return before.tobytes()
+
+    def _check(self, slot: int) -> None:
+        if not isinstance(slot, int | np.integer) or not 0 <= slot < self._num_slots:
+            raise ConfigError(f"slot {slot!r} is outside [0, {self._num_slots})")
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books don't add up."""
         listed = np.sort(self._stack[: self._num_free])
-        free = np.flatnonzero(~self._is_taken[: self._num_slots])
+        free = np.flatnonzero(self._states[: self._num_slots] == _FREE)
         assert listed.tolist() == free.tolist(), "listed and free differ"
-        assert not self._is_taken[self._num_slots :].any(), "nobody has a slot"
+        assert not self._states[self._num_slots :].any(), "nobody has a slot"
 
 
 class DecodeReqToTokenPool(ReqToTokenPool):
@@ -118,7 +135,6 @@ class DecodeReqToTokenPool(ReqToTokenPool):
         super().__init__(size + pre_alloc_size, max_context_len, device)
         self.size = size
         self.pre_alloc_size = pre_alloc_size
-        self._is_arriving = np.zeros(2 * self._num_slots, bool)
         self.num_arriving = 0
 
     @property
@@ -133,34 +149,33 @@ class DecodeReqToTokenPool(ReqToTokenPool):
 
     def alloc(self, num: int) -> npt.NDArray[np.int64] | None:
         """`num` slots for arriving requests, int64, or None."""
+        num = as_count(num, "slots")
         if num > self.pre_alloc_size - self.num_arriving:
             return None
-        slots = super().alloc(num)
+        slots = self._take(num, _ARRIVING)
         assert slots is not None, "running and arriving exceed the table"
-        self._is_arriving[slots] = True
         self.num_arriving += num
         return slots
 
     def promote(self, slot: int) -> bool:
         """The request runs from now on. False when `size` requests run already: try later."""
-        if not 0 <= slot < self._num_slots or not self._is_arriving[slot]:
+        self._check(slot)
+        if self._states[slot] != _ARRIVING:
             raise ConfigError(f"slot {slot} is not arriving")
         if self.num_running >= self.size:
             return False
-        self._is_arriving[slot] = False
+        self._states[slot] = _RUNNING
         self.num_arriving -= 1
         return True
 
     def free(self, slots: _Slots) -> None:
         """Give slots back, running or arriving."""
-        super().free(slots)
-        self._is_arriving[np.asarray(slots, np.int64)] = False
-        self.num_arriving = int(np.count_nonzero(self._is_arriving))
+        self.num_arriving -= self._give_back(slots).count(_ARRIVING)
 
     def check_invariants(self) -> None:
         """Raise AssertionError where the books don't add up."""
         super().check_invariants()
-        assert not (self._is_arriving & ~self._is_taken).any(), "a free slot arrives"
-        assert self.num_arriving == np.count_nonzero(self._is_arriving), "arriving is miscounted"
+        num_arriving = int(np.count_nonzero(self._states == _ARRIVING))
+        assert self.num_arriving == num_arriving, "arriving is miscounted"
         assert 0 <= self.num_running <= self.size, "too many run"
         assert self.num_arriving <= self.pre_alloc_size, "too many arrive"

@@ -15,9 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from pdkv.errors import ConfigError
+from pdkv._ids import as_row, check_range
 from pdkv.layout import EngineLayout, PoolLayout
-from pdkv.plan import highest_id
 from pdkv.protocol.words import (
     MAX_TAGS,
     MAX_WAITING,
@@ -364,10 +363,6 @@ class Frame(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 def pack_page_ids(ids: Sequence[int] | npt.NDArray[Any]) -> bytes:
     """Page ids as little-endian int32. ConfigError for ids outside [0, 2**31)."""
-    array = np.asarray(ids)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ConfigError(f"page ids must be one row of integers, got {array.dtype} {array.shape}")
-    wide = array if array.itemsize >= 4 else array.astype(np.int64)
-    if array.size and highest_id(wide) >= 1 << 31:
-        raise ConfigError("page ids must lie in [0, 2**31)")
-    return array.astype("<i4").tobytes()
+    row = as_row(ids)
+    check_range(row, 0, 1 << 31)
+    return row.astype("<i4").tobytes()

@@ -52,6 +52,7 @@ class DecodeStages:
         self.retracted = RetractedQueue(context)
         self.running = DecodeRunningBatch(context, self.waiting, self.retracted, self.prealloc.add)
         self._live = context.live
+        self._rooms: dict[int, DecodeRequest] = {}
         self._num_arrived = 0
 
     @property
@@ -60,9 +61,16 @@ class DecodeStages:
         return len(self._live)
 
     def add(self, request: DecodeRequest) -> None:
-        """Take a new request. One that can never fit is refused with the next `advance`."""
+        """Take a new request. One that can never fit is refused with the next `advance`.
+
+        ConfigError for one that was added before, and for a room that has a live request.
+        """
         if request.stage is not DecodeStage.NEW:
             raise ConfigError(f"{request} was added before")
+        earlier = self._rooms.get(request.room)
+        if earlier is not None and earlier.stage is not DecodeStage.ENDED:
+            raise ConfigError(f"room {request.room} is live: it is {earlier}'s")
+        self._rooms[request.room] = request
         request.request_id = self._num_arrived
         self._num_arrived += 1
         self._live[request.request_id] = request
@@ -71,6 +79,8 @@ class DecodeStages:
     def abort(self, request: DecodeRequest, cause: str = "aborted by the decode engine") -> None:
         """Give a request up, wherever it is: RequestEnded follows. One that is over stays so."""
         stage = request.stage
+        if stage is DecodeStage.NEW:
+            raise ConfigError(f"{request} was not added")
         if stage is DecodeStage.TRANSFER:
             self.transfer.abort(request, cause)
         elif stage in (DecodeStage.SAVING, DecodeStage.SAVED, DecodeStage.LOADING):
@@ -140,8 +150,11 @@ class DecodeStages:
             self.apply([self.votes()])
         events, self.context.events = self.context.events, []
         for event in events:
-            if event.request.stage is DecodeStage.ENDED:
-                self._live.pop(event.request.request_id, None)
+            request: DecodeRequest = event.request
+            if request.stage is DecodeStage.ENDED:
+                self._live.pop(request.request_id, None)
+                if self._rooms.get(request.room) is request:
+                    del self._rooms[request.room]
         return events
 
     def take_batch(self) -> PrebuiltBatch:

@@ -92,6 +92,8 @@ class RequestMemory:
     ) -> None:
         if len(own) != len(own_per_request) or (host and len(host) != 1 + len(own)):
             raise ConfigError("one number and one host pool for each component with own ids")
+        if reserved_decode_tokens < 0:
+            raise ConfigError(f"{reserved_decode_tokens=} can't be promised")
         if staging_nbytes < 0 or staging_per_request < 0:
             raise ConfigError(
                 f"staging of {staging_nbytes} bytes, {staging_per_request} for each request"

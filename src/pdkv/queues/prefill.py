@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import as_tokens
+from pdkv._values import as_int, as_room
 from pdkv.errors import ConfigError
 from pdkv.interfaces import ReadyEvent
 from pdkv.observe import Phase, Recorder
@@ -58,12 +60,12 @@ class PrefillRequest:
         priority: int = 0,
         payload: object = None,
     ) -> None:
-        self.room = room
-        self.prompt = np.array(prompt, np.int32)
-        if self.prompt.ndim != 1 or not len(self.prompt):
+        self.room = as_room(room)
+        self.prompt = as_tokens(prompt).copy()
+        if not len(self.prompt):
             raise ConfigError("a prompt is a row of tokens, and has at least one")
         self.extra_key = extra_key
-        self.priority = priority
+        self.priority = as_int("priority", priority)
         self.payload = payload
         self.request_id = -1
         self.times = StageTimes()

@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from pdkv._ids import as_tokens
+from pdkv._values import as_int, as_room
 from pdkv.errors import ConfigError
 from pdkv.protocol import Identity
 from pdkv.queues.clock import StageTimes
@@ -77,13 +79,13 @@ class DecodeRequest:
         extra_key: str = "",
         payload: object = None,
     ) -> None:
-        self.room = room
-        self.prompt = np.array(prompt, np.int32)
-        self.max_new_tokens = max_new_tokens
-        self.priority = priority
+        self.room = as_room(room)
+        self.prompt = as_tokens(prompt).copy()
+        self.max_new_tokens = as_int("max_new_tokens", max_new_tokens)
+        self.priority = as_int("priority", priority)
         self.extra_key = extra_key
         self.payload = payload
-        if self.prompt.ndim != 1 or not len(self.prompt) or max_new_tokens < 1:
+        if not len(self.prompt) or self.max_new_tokens < 1:
             raise ConfigError("a request has a row of prompt tokens, and may generate one or more")
         self.outputs: list[int] = []
         self.request_id = -1  # place in the order of arrival, the same on all ranks

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from pdkv._values import as_int
 from pdkv.errors import ConfigError
 from pdkv.queues.context import DecodeContext
 from pdkv.queues.gate import Topic
@@ -74,10 +75,13 @@ class DecodeRunningBatch:
         return able
 
     def append(self, request: DecodeRequest, token: int) -> None:
-        """Note a token that was sampled. ConfigError beyond max_new_tokens."""
+        """Note a token that was sampled. ConfigError beyond max_new_tokens, and for a request that
+        does not run: it has no page for it, or has given way since `prepare`."""
         if len(request.outputs) >= request.max_new_tokens:
             raise ConfigError(f"{request} may generate {request.max_new_tokens} tokens, not more")
-        request.outputs.append(token)
+        if request.stage is not DecodeStage.RUNNING:
+            raise ConfigError(f"{request} does not run")
+        request.outputs.append(as_int("token", token))
 
     def _make_room(self, request: DecodeRequest) -> bool:
         assert request.holding is not None
