@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
 from pdkv.endpoint import Succeeded
 from pdkv.errors import TransferError
-from pdkv.limits import Limits
 from support import Engine, World, small_layout
 from test_endpoint import ask, pages_of, serve
 
 NUM_TOKENS = 16
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 class Watched:

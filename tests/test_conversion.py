@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import numpy as np
 import pytest
@@ -14,7 +12,6 @@ from pdkv.errors import ConfigError, LayoutMismatch
 from pdkv.heads import owned_heads
 from pdkv.kernels.reference import convert
 from pdkv.layout import Component, EngineLayout, Field, KVLayout
-from pdkv.limits import Limits
 from pdkv.plan import Tag, validate
 from support import AUX, Engine, StagingSetting, World
 
@@ -130,13 +127,6 @@ def send(prefill: Engine, decode: Engine) -> tuple[Cache, np.ndarray]:
         endpoint.send(handle, tokens=range(NUM_TOKENS), page_ids=src_pages)
         endpoint.finish(handle, aux_index=1)
     return cache, dst_pages
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 QUANTISE, RESTORE, KEYS_ONLY = (

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 
 import msgspec
 import numpy as np
-import pytest
 
 from pdkv.endpoint import Outcome, Released, RequestFailed, Succeeded
-from pdkv.limits import Limits
 from pdkv.protocol import Hello, Keepalive, decode, decode_frame
 from pdkv.rendezvous import EngineRecord, Known, RouteQuery, StaticDirectory
 from support import Engine, World, model_cache, small_layout
@@ -18,13 +15,6 @@ from test_endpoint import compute, heads_of, view
 
 NUM_TOKENS = 20
 NUM_PAGES = 5
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 class Copies:

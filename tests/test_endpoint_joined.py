@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from pdkv.endpoint import Released, RequestFailed, Succeeded
 from pdkv.endpoint.links import CAPABILITIES, JOINED_NOTIFICATIONS
 from pdkv.errors import RemoteProtocolError
 from pdkv.interfaces import BackendLimits
+from pdkv.limits import Limits
 from pdkv.plan import Runs, Tag
 from pdkv.protocol import Identity, Notification, decode_notifications, encode_notifications
 from pdkv.protocol.notification import MAX_JOINED
@@ -20,10 +19,8 @@ PAGES = np.array([1, 2, 3, 4])
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits()
 
 
 class Posts:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,6 +9,7 @@ from pdkv.endpoint import Succeeded
 from pdkv.endpoint.links import CAPABILITIES, JOINED_NOTIFICATIONS
 from pdkv.errors import TransferError
 from pdkv.interfaces import BackendLimits
+from pdkv.limits import Limits
 from pdkv.plan import PreparedLists, Sizes
 from support import Engine, World, model_cache, small_layout
 from test_endpoint import ask, check, compute, pages_of, serve
@@ -20,10 +19,8 @@ PAGE_NBYTES = 4 * 6 * 4 * 4  # tokens, heads, head_dim, float32: one field of on
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits()
 
 
 class Posts:

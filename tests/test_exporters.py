@@ -6,7 +6,6 @@ import json
 import logging
 import threading
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -16,20 +15,12 @@ import test_endpoint as plain
 import test_observe as pure
 from pdkv.endpoint import Succeeded
 from pdkv.errors import ConfigError
-from pdkv.limits import Limits
 from pdkv.observe import METRICS, Phase, Recorder, RequestTimeline, Slice
 from pdkv.observe.exporters.logs import JsonFormatter, RequestLog
 from pdkv.observe.exporters.pump import Pump
 from pdkv.plan import Tag
 from support import World, small_layout
 from waiting import wait_for
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 class Lines(logging.Handler):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,6 @@ from machines import GRID, NUM_TOKENS, Wire
 from pdkv.endpoint import Bootstrapped, Outcome, Released, RequestFailed, Succeeded
 from pdkv.errors import ConfigError
 from pdkv.layout import Component, EngineLayout, Field, KVLayout
-from pdkv.limits import Limits
 from pdkv.plan import Tag, validate
 from pdkv.protocol import Sent, decode_frame
 from pdkv.protocol import decode as decode_message
@@ -22,13 +19,6 @@ from support import Engine, World, model_cache, small_layout
 from test_endpoint import ask, check, compute, pages_of
 
 AUX = Tag(0, 1, 0)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def serve_part(

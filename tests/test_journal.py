@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 import pytest
 
 from machines import Wire, request
 from pdkv.errors import ConfigError, RemoteProtocolError
-from pdkv.limits import Limits
 from pdkv.plan import Tag
 from pdkv.request import KVPoll, Memory, Outcome
 from pdkv.request.events import (
@@ -129,13 +126,6 @@ def test_a_journal_above_its_limit_keeps_its_end_as_text_and_says_so() -> None:
 def test_what_is_no_journal_is_refused(data: bytes) -> None:
     with pytest.raises(RemoteProtocolError):
         load(data)
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def test_journals_of_a_failed_and_of_a_live_request_can_be_had_from_the_node(

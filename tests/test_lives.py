@@ -34,10 +34,8 @@ OTHER = np.setdiff1d(np.arange(32), PAGES)[:4].astype(np.int32)
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, handshake_s=2.0))
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, handshake_s=2.0)
 
 
 def pair(world: World, src: int = 1, dst: int = 1) -> tuple[Engine, Engine]:

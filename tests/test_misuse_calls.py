@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from pdkv.endpoint import (
 from pdkv.errors import ConfigError
 from pdkv.kernels import CpuKernels
 from pdkv.layout import MemoryRegion
+from pdkv.limits import Limits
 from pdkv.protocol import Identity
 from pdkv.rendezvous import Known
 from support import Engine, World, small_layout
@@ -37,10 +38,8 @@ PAGES = plain.pages_of(NUM_TOKENS, 1)
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits()
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,8 @@ import test_endpoint as plain
 import test_endpoint_staging as staged
 from pdkv.endpoint import RequestFailed, Succeeded
 from pdkv.errors import ConfigError
-from pdkv.limits import Limits
 from pdkv.observe import PHASES_OF, Phase, RequestTimeline
 from support import Engine, StagingSetting, World, small_layout
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def pair(world: World, **settings: object) -> tuple[Engine, Engine]:

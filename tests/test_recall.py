@@ -3,12 +3,11 @@ pages, and computes the prompt again in others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
 from pdkv.endpoint import RequestFailed, Succeeded
+from pdkv.limits import Limits
 from support import World, model_cache, small_layout
 from test_endpoint import check, compute, pages_of
 
@@ -17,10 +16,8 @@ FIRST, SECOND, DST = pages_of(NUM_TOKENS, 1), pages_of(NUM_TOKENS, 2), pages_of(
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits()
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from pdkv.endpoint import Released, RequestFailed, Succeeded
@@ -16,10 +14,8 @@ NUM_TOKENS = 16
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=100.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
+def limits() -> Limits:
+    return Limits(keepalive_s=0.1, peer_lost_s=100.0, resend_s=0.1, ask_s=0.2)
 
 
 class Counted:

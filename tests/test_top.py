@@ -28,19 +28,11 @@ from pdkv.control.zmq_keys import CurveSecurity, create_keys
 from pdkv.control.zmq_query import QueryClient, QueryServer
 from pdkv.endpoint import StatusSource
 from pdkv.errors import ConfigError, RemoteProtocolError, TransferError
-from pdkv.limits import Limits
 from pdkv.observe import Status, decode_status, encode_status
 from support import Engine, World, small_layout
 
 rich = pytest.importorskip("rich")
 SRC = Path(__file__).parent.parent / "src"
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World(Limits(keepalive_s=0.1, peer_lost_s=1.0, resend_s=0.1, ask_s=0.2))
-    yield world
-    world.close()
 
 
 def engines(world: World) -> tuple[Engine, Engine]:
