@@ -556,7 +556,7 @@ class WaitsForTheReader(SharedLoopbackBackend):
 
     def post(self, peer, runs, notification):
         transfer_id = super().post(peer, runs, notification)
-        end = time.monotonic() + 3
+        end = time.monotonic() + 8  # longer than any call may take
         while transfer_id in self._peers[peer].in_flight and time.monotonic() < end:
             self._done += super().poll(time.monotonic())
         return transfer_id

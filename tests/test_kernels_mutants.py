@@ -90,8 +90,8 @@ MUTANTS = (
     Mutant(
         "page pairing: dst pages in increasing order",
         "arguments",
-        "    found = array.astype(np.int64)\n",
-        "    found = np.sort(array.astype(np.int64)) if distinct else array.astype(np.int64)\n",
+        "    found = row.astype(np.int64)\n",
+        "    found = np.sort(row.astype(np.int64)) if distinct else row.astype(np.int64)\n",
         "scatter",
     ),
     Mutant(
