@@ -200,7 +200,6 @@ def measure(
             server.wait()
         run_round(pair, prompts, rng, defaultdict(list))
         pair.halt(signal.SIGSTOP)
-    print("ms, medians of", options.rounds, "".join(f"{size:10d}" for size in options.sizes))
     speeds: dict[str, list[float]] = defaultdict(list)
     for turn in range(options.rounds):
         for pair in pairs:
@@ -212,9 +211,11 @@ def measure(
             if turn < options.fresh:
                 run_fresh(pair, largest, rng, times)
             pair.halt(signal.SIGSTOP)
-    report(times, options.sizes)
-    for name, values in speeds.items():
-        print(f"{name} GB/s at {largest}: {statistics.median(values):.2f}")
+        # After each round: one takes a minute or two, and the whole may be cut short.
+        print(f"\nms, medians of {turn + 1:<17d}" + "".join(f"{s:10d}" for s in options.sizes))
+        report(times, options.sizes)
+        for name, values in speeds.items():
+            print(f"{name} GB/s at {largest}: {statistics.median(values):.2f}", flush=True)
 
 
 if __name__ == "__main__":
