@@ -11,7 +11,7 @@ import pytest
 
 if TYPE_CHECKING:
     from pdkv.limits import Limits
-    from support import World
+    from support import Engine, World
 
 # These start processes and wait for them: never two at once, whatever runs beside them.
 _WITH_PROCESSES = {
@@ -26,6 +26,7 @@ _WITH_PROCESSES = {
     "test_nixl_lives",
     "test_one_to_four",
     "test_rendezvous_etcd",
+    "test_rendezvous_etcd_tls",
 }
 
 os.environ.setdefault("UCX_NET_DEVICES", "lo")
@@ -55,3 +56,11 @@ def world(limits: Limits) -> Iterator[World]:
     world = World(limits)
     yield world
     world.close()
+
+
+@pytest.fixture
+def engines(world: World) -> tuple[Engine, Engine]:
+    """A prefill and a decode engine of one small layout."""
+    from support import small_layout
+
+    return world.engine("p", small_layout()), world.engine("d", small_layout())

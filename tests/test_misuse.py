@@ -26,11 +26,6 @@ def limits() -> Limits:
     return Limits()
 
 
-@pytest.fixture
-def engines(world: World) -> tuple[Engine, Engine]:
-    return world.engine("p", small_layout()), world.engine("d", small_layout())
-
-
 def serve(world: World, prefill: Engine, decode: Engine, room: int) -> None:
     plain.ask(decode, prefill, room, room, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 2))
     plain.serve(prefill, room, NUM_TOKENS, plain.pages_of(NUM_TOKENS, 1))

@@ -29,7 +29,7 @@ from pdkv.layout import MemoryRegion
 from pdkv.limits import Limits
 from pdkv.protocol import Identity
 from pdkv.rendezvous import Known
-from support import Engine, World, small_layout
+from support import Engine, World
 from test_aio import Pair
 from test_lives import put_to_sleep, wake
 
@@ -40,11 +40,6 @@ PAGES = plain.pages_of(NUM_TOKENS, 1)
 @pytest.fixture
 def limits() -> Limits:
     return Limits()
-
-
-@pytest.fixture
-def engines(world: World) -> tuple[Engine, Engine]:
-    return world.engine("p", small_layout()), world.engine("d", small_layout())
 
 
 def serve(world: World, prefill: Engine, decode: Engine, room: int) -> None:
