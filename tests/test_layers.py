@@ -60,6 +60,7 @@ HELPERS = {
     "backends.registry",
     "backends.regions",
     "backends.worker",
+    "backends.hugepages",
     "backends.lists",
     "observe.exporters.pump",
 }

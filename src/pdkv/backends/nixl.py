@@ -37,15 +37,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pdkv.backends.hugepages import use_huge_pages
 from pdkv.backends.nixl_agent import engine_params, load_api, make_agent
 from pdkv.backends.nixl_handles import Operation, make_handles
 from pdkv.backends.nixl_lists import ListTable
-from pdkv.backends.nixl_memory import (
-    Memory,
-    decode_metadata,
-    encode_metadata,
-    rows_by_segment,
-)
+from pdkv.backends.nixl_memory import Memory, decode_metadata, encode_metadata, rows_by_segment
 from pdkv.backends.nixl_transfers import Transfer, Transfers, translated
 from pdkv.backends.nixl_transport import Traffic, host_id
 from pdkv.backends.regions import Registrations, check_runs
@@ -85,6 +81,7 @@ class NixlBackend:
     progress_thread: turn it off only where somebody calls `poll` at least every few milliseconds,
     always. progress_delay_us: how long that thread may sleep (rounded up to milliseconds).
     telemetry: completions carry what NIXL measured.
+    huge_pages: ask Linux to put registered host memory into huge pages (`hugepages.py`).
     limits: the default cuts posts at 32 MiB, since CMA copies inside `post`, and at 1,024 runs, of
     which a node has 8,192 in flight: over TCP UCX keeps 8 KiB for each, and never gives them back.
 
@@ -118,9 +115,11 @@ class NixlBackend:
         progress_thread: bool = True,
         progress_delay_us: int = 1000,
         telemetry: bool = False,
+        huge_pages: bool = True,
         limits: BackendLimits | None = None,
     ) -> None:
         self.limits = limits or _LIMITS
+        self._huge_pages = huge_pages
         self.agent_name = f"{name or socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex}"
         self._agent: Any = make_agent(
             load_api(),
@@ -160,6 +159,8 @@ class NixlBackend:
         registered: list[Any] = []
         try:
             blocks = self._registrations.plan(regions)
+            if self._huge_pages:
+                use_huge_pages(blocks)
             with translated("register"):
                 for segment, rows in rows_by_segment(blocks).items():
                     registered.append(agent.register_memory(rows, segment))
