@@ -17,9 +17,8 @@ import time
 import urllib.error
 from pathlib import Path
 
-from servers import Process, Server, completion, pdkv_config, post, router, tokens_of
+from servers import ROUTERS, Deployment, completion, deployment, tokens_of
 
-ROUTERS = {"concurrent": 8300, "sequential": 8301}
 EDGES = (1, 2, 31, 32, 33, 64, 255, 256, 257, 512)
 
 
@@ -30,28 +29,26 @@ def lengths(num_prompts: int, longest: int, rng: random.Random) -> list[int]:
     return [*edges, *drawn]
 
 
-def differs(flow: str, prompt: list[int], prefill: Server, num_tokens: int) -> str:
+def differs(flow: str, prompt: list[int], servers: Deployment, num_tokens: int) -> str:
     """What is wrong with this prompt's answer; nothing if it is right."""
     name = f"{flow}, {len(prompt)} tokens"
     try:
-        answer = post(
-            f"http://127.0.0.1:{ROUTERS[flow]}/v1/completions", completion(prompt, num_tokens)
-        )
+        answer = servers.ask(flow, completion(prompt, num_tokens))
     except urllib.error.HTTPError as error:
         return f"{name}: {error.code} {error.read()[:300]!r}"
-    alone = tokens_of(prefill.complete(prompt, num_tokens))
+    alone = tokens_of(servers.prefill.complete(prompt, num_tokens))
     if answer["choices"][0]["finish_reason"] != "length" or tokens_of(answer) != alone:
         return f"{name}: {answer['choices'][0]} instead of {alone}"
     return ""
 
 
-def compare(prefill: Server, options: argparse.Namespace) -> list[str]:
+def compare(servers: Deployment, options: argparse.Namespace) -> list[str]:
     """All prompts of both flows, in turn."""
     rng, problems = random.Random(options.seed), []
     for number, length in enumerate(lengths(options.prompts, options.longest, rng), 1):
         for flow in ROUTERS:
             prompt = [rng.randrange(100, 40_000) for _ in range(length)]
-            problems += filter(None, [differs(flow, prompt, prefill, options.tokens)])
+            problems += filter(None, [differs(flow, prompt, servers, options.tokens)])
         if number % 10 == 0:
             print(f"{number} prompts in each flow, {len(problems)} wrong", flush=True)
     return problems
@@ -72,30 +69,10 @@ def main() -> None:
     limits = {"bootstrap_s": 300.0}
     if max(options.tp) > 1:
         limits |= {"progress_s": 300.0, "peer_lost_s": 100.0, "handshake_s": 300.0}
-    prefill, decode = (
-        Server.make(
-            port=8310 + i,
-            cores=str(i) if tp_size == 1 and max(options.tp) == 1 else "nobind",
-            model=options.model,
-            folder=folder,
-            config=pdkv_config(name, resolve_s=3.0, limits=limits),
-            tp_size=tp_size,
-        )
-        for i, (name, tp_size) in enumerate(zip(("p0", "d0"), options.tp, strict=True))
-    )
-    routers = [router(p, folder, {"p0": prefill}, [decode], f) for f, p in ROUTERS.items()]
-    processes: list[Process] = [*routers, prefill, decode]
-    try:
-        for process in processes:
-            process.start()
-        prefill.wait()
-        decode.wait()
+    with deployment(folder, options.model, tp_sizes=options.tp, limits=limits) as servers:
         started = time.monotonic()
-        problems = compare(prefill, options)
+        problems = compare(servers, options)
         seconds = time.monotonic() - started
-    finally:
-        for process in processes:
-            process.stop()
     print(
         f"TP{options.tp[0]} to TP{options.tp[1]}: {options.prompts} prompts in each flow in "
         f"{seconds:.0f} s, {len(problems)} wrong; logs in {folder}"

@@ -6,6 +6,7 @@ CPUs without bfloat16 units are ten times slower with it. Everything is stopped 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -15,13 +16,15 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
 RENDEZVOUS = "tcp://127.0.0.1:7100"
+ROUTERS = {"concurrent": 8300, "sequential": 8301}
+"""Port of each flow's router."""
 VLLM = shutil.which("vllm", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") or "vllm"
 
 
@@ -168,6 +171,48 @@ def router(
     if flow == "concurrent":
         command += ["--rendezvous", RENDEZVOUS]
     return Process(command, folder / f"router-{port}.log")
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """A prefill and a decode server behind a router for each flow."""
+
+    prefill: Server
+    decode: Server
+
+    def ask(self, flow: str, body: dict[str, Any]) -> dict[str, Any]:
+        """The answer of this flow's router."""
+        return post(f"http://127.0.0.1:{ROUTERS[flow]}/v1/completions", body)
+
+
+@contextlib.contextmanager
+def deployment(
+    folder: Path, model: Path, *, tp_sizes: Sequence[int] = (1, 1), limits: Mapping[str, float]
+) -> Iterator[Deployment]:
+    """Start all of it, and stop it at the end. `tp_sizes`: of prefill and decode."""
+    is_alone = max(tp_sizes) == 1
+    prefill, decode = (
+        Server.make(
+            port=8310 + i,
+            cores=str(i) if is_alone else "nobind",
+            model=model,
+            folder=folder,
+            config=pdkv_config(name, resolve_s=3.0, limits=dict(limits)),
+            tp_size=tp_size,
+        )
+        for i, (name, tp_size) in enumerate(zip(("p0", "d0"), tp_sizes, strict=True))
+    )
+    routers = [router(p, folder, {"p0": prefill}, [decode], f) for f, p in ROUTERS.items()]
+    processes: list[Process] = [*routers, prefill, decode]
+    try:
+        for process in processes:
+            process.start()
+        prefill.wait()
+        decode.wait()
+        yield Deployment(prefill, decode)
+    finally:
+        for process in processes:
+            process.stop()
 
 
 def completion(prompt: Sequence[int], max_tokens: int, **more: Any) -> dict[str, Any]:

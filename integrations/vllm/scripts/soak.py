@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-from servers import Process, Server, completion, pdkv_config, router, tokens_of
+from servers import ROUTERS, Server, completion, deployment, tokens_of
 
-ROUTERS = {"concurrent": 8300, "sequential": 8301}
 MAX_TOKENS = 3
 FIRST_ALONE_S = 600.0
 
@@ -152,33 +151,13 @@ def main() -> None:
     options = parser.parse_args()
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
-    limits = {"bootstrap_s": 60.0}
-    prefill, decode = (
-        Server.make(
-            port=8310 + i,
-            cores=str(i),
-            model=options.model,
-            folder=folder,
-            config=pdkv_config(name, limits=limits),
-        )
-        for i, name in enumerate(("p0", "d0"))
-    )
-    routers = [router(p, folder, {"p0": prefill}, [decode], f) for f, p in ROUTERS.items()]
-    processes: list[Process] = [*routers, prefill, decode]
     soak = Soak(random.Random(options.seed))
-    try:
-        for process in processes:
-            process.start()
-        prefill.wait()
-        decode.wait()
+    with deployment(folder, options.model, limits={"bootstrap_s": 60.0}) as servers:
         started = time.monotonic()
-        asyncio.run(run(soak, decode, options))
+        asyncio.run(run(soak, servers.decode, options))
         print(f"{options.requests} requests in {time.monotonic() - started:.0f} s")
-        problems = soak.problems + check_blocks([prefill, decode], 90.0)
-        problems += check_tokens(soak, prefill, options.samples)
-    finally:
-        for process in processes:
-            process.stop()
+        problems = soak.problems + check_blocks([servers.prefill, servers.decode], 90.0)
+        problems += check_tokens(soak, servers.prefill, options.samples)
     print(dict(soak.outcomes), f"logs in {folder}")
     if problems:
         raise SystemExit("\n".join(problems))

@@ -8,9 +8,7 @@ import time
 import urllib.error
 
 import pytest
-from servers import Server, completion, post, tokens_of
-
-from conftest import Deployment
+from servers import Deployment, Server, completion, post, tokens_of
 
 MODEL, TP_SIZES = "smollm2", (1, 1)
 LIMITS = {"bootstrap_s": 60.0}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from servers import completion, tokens_of
-
-from conftest import Deployment
+from servers import Deployment, completion, tokens_of
 
 MODEL, TP_SIZES = "random6", (2, 3)
 # Five workers that spin share two cores: a node may not run for half a minute, and then be silent.
