@@ -57,6 +57,27 @@ def test_devices_are_named_and_limits_that_stop_them(
 
 
 @pytest.mark.parametrize(
+    ("enabled", "state", "advice"),
+    [
+        ("always [madvise] never\n", "ok", ""),
+        ("[always] madvise never\n", "ok", ""),
+        ("always madvise [never]\n", "note", "echo madvise > "),
+        (None, "note", ""),
+    ],
+)
+def test_huge_pages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, enabled: str | None, state: str, advice: str
+) -> None:
+    setting = tmp_path / "enabled"
+    if enabled is not None:
+        setting.write_text(enabled)
+    monkeypatch.setattr(checks, "_HUGE_PAGES", setting)
+    (line,) = checks.huge_pages()
+    assert (line.state, line.advice.startswith(advice)) == (state, True)
+    assert bool(line.advice) is bool(advice)
+
+
+@pytest.mark.parametrize(
     ("setting", "is_trap"), [(None, False), ("^efa", False), ("^ib,cuda", False), ("all", True)]
 )
 def test_the_efa_trap(
