@@ -42,6 +42,7 @@ class Soak:
         self.due: list[tuple[float, str, str]] = []
         self.heal = lambda: None
         self.num_kills = 0
+        self.later: dict[str, dict[str, float]] = {}
 
     def at(self, seconds: float, what: str, whom: str) -> None:
         self.due.append((time.monotonic() + seconds, what, whom))
@@ -81,6 +82,10 @@ class Soak:
     def start(self, name: str) -> None:
         self.fleet.start_engine(name)
 
+    def look(self, _: str) -> None:
+        """What all have by now, so that a pool that fills is told from a leak."""
+        self.later = dict(self.fleet.ask_stats())
+
     def gone(self, life: str) -> None:
         self.fleet.declare_gone(life)
 
@@ -95,6 +100,7 @@ class Soak:
         self.at(total_s / 5, "cut", fleet.rng.choice(sorted(ENGINES)))
         self.at(total_s / 2, "cut_one_way", fleet.rng.choice(sorted(ENGINES)))
         self.at(min(arguments.kill_every_s, total_s * 0.4), "kill", "")
+        self.at(total_s * 0.6, "look", "")
         while len(fleet.requests) < arguments.requests:
             wanted = (time.monotonic() - self.began) * arguments.rate
             while len(fleet.requests) < min(wanted, arguments.requests):
@@ -110,7 +116,7 @@ class Soak:
             self.turn()
 
 
-def report(fleet: Fleet, before: dict[str, dict[str, float]]) -> bool:
+def report(fleet: Fleet, before: dict[str, dict[str, float]], soak: Soak) -> bool:
     """Print what came out; whether all of it is as it must be."""
     requests = list(fleet.requests.values())
     right = [each for each in requests if each.is_right]
@@ -128,6 +134,7 @@ def report(fleet: Fleet, before: dict[str, dict[str, float]]) -> bool:
         fleet.run(1.0)
     grown = growth(before, fleet.stats)
     print(f"idle: {idle}; growth of those that lived through: {grown}")
+    print(f"of that in the last two fifths: {growth(soak.later, fleet.stats)}")
     if not idle:
         print(fleet.stats)
     few = all(g["num_fds"] <= 12 and g["rss_mb"] <= 64 for g in grown.values())
@@ -174,7 +181,7 @@ def main() -> None:
             soak = Soak(fleet, arguments)
             soak.run()
             print(f"{soak.clock} {soak.num_kills} kills")
-            sys.exit(0 if report(fleet, before) else 1)
+            sys.exit(0 if report(fleet, before, soak) else 1)
         finally:
             fleet.close()
 
