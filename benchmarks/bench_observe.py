@@ -4,7 +4,8 @@ One prefill and one decode node over loopback and the memory network, run by one
 what pdkv itself does for a request is in the way, so a recorder weighs more here than anywhere.
 
     off      without a recorder
-    again    the same once more: how exact the measurement is
+    again    the same once more: how exact the measurement is. What follows is compared with the
+             mean of both
     on       a recorder on each node
     broken   the same, with an exporter that raises at each request, one that takes a millisecond
              for each, and one that never returns
@@ -55,6 +56,7 @@ from pdkv.rendezvous import EngineRecord
 
 MODES = ("again", "on", "broken", "logs")
 CHECKED = ("on", "broken")
+SAME = ("off", "again")
 PAGE_SIZE, NUM_PAGES, WINDOW = 16, 1024, 16
 BLOCKS = 16
 SLOW_S = 0.001
@@ -243,11 +245,12 @@ def compare(title: str, num_tokens: int, num_requests: int, options: argparse.Na
         f"metrics {fold_s * 1e6:.1f}; {len(blocks)} rounds of {BLOCKS} blocks of {num_each}"
     )
     rounds, worst = blocks.sum(axis=1), 0.0
+    both = [number for number, mode in enumerate(("off", *options.modes)) if mode in SAME]
     for number, mode in enumerate(options.modes, 1):
-        own_s = 0.0 if mode == "again" else fold_s
+        own_s, off = (0.0, [0]) if mode in SAME else (fold_s, both)
         for kind, name in enumerate(("time", "CPU")):
-            ratio = (calm[number, kind] + own_s) / calm[0, kind]
-            found = line(rounds[:, number, kind] / rounds[:, 0, kind])
+            ratio = (calm[number, kind] + own_s) / calm[off, kind].mean()
+            found = line(rounds[:, number, kind] / rounds[:, off, kind].mean(axis=1))
             print(f"  {mode:<7} {name:<4} calm {ratio:.3f}, all {found}", flush=True)
             worst = max(worst, ratio if mode in CHECKED else 0.0)
     return worst
