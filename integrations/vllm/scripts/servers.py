@@ -187,7 +187,12 @@ class Deployment:
 
 @contextlib.contextmanager
 def deployment(
-    folder: Path, model: Path, *, tp_sizes: Sequence[int] = (1, 1), limits: Mapping[str, float]
+    folder: Path,
+    model: Path,
+    *,
+    tp_sizes: Sequence[int] = (1, 1),
+    limits: Mapping[str, float],
+    resolve_s: float = 3.0,
 ) -> Iterator[Deployment]:
     """Start all of it, and stop it at the end. `tp_sizes`: of prefill and decode."""
     is_alone = max(tp_sizes) == 1
@@ -197,7 +202,7 @@ def deployment(
             cores=str(i) if is_alone else "nobind",
             model=model,
             folder=folder,
-            config=pdkv_config(name, resolve_s=3.0, limits=dict(limits)),
+            config=pdkv_config(name, resolve_s=resolve_s, limits=dict(limits)),
             tp_size=tp_size,
         )
         for i, (name, tp_size) in enumerate(zip(("p0", "d0"), tp_sizes, strict=True))

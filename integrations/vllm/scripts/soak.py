@@ -152,7 +152,7 @@ def main() -> None:
     folder = options.logs or Path(tempfile.mkdtemp())
     folder.mkdir(parents=True, exist_ok=True)
     soak = Soak(random.Random(options.seed))
-    with deployment(folder, options.model, limits={"bootstrap_s": 60.0}) as servers:
+    with deployment(folder, options.model, limits={"bootstrap_s": 60.0}, resolve_s=30.0) as servers:
         started = time.monotonic()
         asyncio.run(run(soak, servers.decode, options))
         print(f"{options.requests} requests in {time.monotonic() - started:.0f} s")
