@@ -34,8 +34,8 @@ def half(clock: Clock) -> SchedulerHalf:
 
 def nap_s(half: SchedulerHalf, scheduled: dict[str, Progress] | None = None) -> float:
     """Of one step."""
-    progress = scheduled or {}
-    return half.nap_s(progress, half.step(progress, (), lambda _: ()))
+    half.step(scheduled or {}, (), lambda _: ())
+    return half.nap_s
 
 
 def test_a_nap_adds_a_sixteenth_to_a_wait_and_never_more_than_a_fiftieth_of_a_second(

@@ -129,9 +129,8 @@ class PdkvConnector(KVConnectorBase_V1, SupportsHMA):
             return list(block_ids)
 
         preempted = scheduler_output.preempted_req_ids or ()
-        progress = _progress(scheduler_output)
-        orders = self._scheduler.step(progress, preempted, blocks_of)
-        time.sleep(self._scheduler.nap_s(progress, orders))
+        orders = self._scheduler.step(_progress(scheduler_output), preempted, blocks_of)
+        time.sleep(self._scheduler.nap_s)
         return _Metadata(orders)
 
     def update_connector_output(self, connector_output: Any) -> None:

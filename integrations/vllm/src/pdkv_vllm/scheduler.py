@@ -126,7 +126,8 @@ class SchedulerHalf:
         self._pairings: dict[str, Pairing | None] = {}
         self._record: EngineRecord | None = None
         self._record_text = ""
-        self._busy_at = clock()
+        self._busy_at = clock()  # of the last step that computed or said something
+        self.nap_s = 0.0
 
     def set_cards(self, cards: Mapping[int, RankCard]) -> EngineRecord:
         """What all workers registered, by rank_id, makes this engine's record.
@@ -207,7 +208,12 @@ class SchedulerHalf:
         preempted: Iterable[str],
         blocks_of: Callable[[str], Sequence[int]],
     ) -> Orders:
-        """The commands of this step. `blocks_of` gives a request's whole block table."""
+        """The commands of this step. `blocks_of` gives a request's whole block table.
+
+        `nap_s` says afterwards how long the engine may sleep in this step, in seconds: 0 where it
+        computes or says something. vLLM steps a thousand times a second while it waits for a cache,
+        beside the threads that bring it, and they have use for the core.
+        """
         for request_id in preempted:
             sending = self._sending.get(request_id)
             if sending is not None and sending.num_said:
@@ -223,18 +229,11 @@ class SchedulerHalf:
         )
         self._commands = []
         self._verdicts = ([], [])
-        return orders
-
-    def nap_s(self, scheduled: Mapping[str, Progress], orders: Orders) -> float:
-        """How long the engine may sleep in a step that computes nothing and says nothing.
-
-        vLLM steps a thousand times a second while it waits for a cache, beside the threads that
-        bring it: they have use for the core. Seconds, at most a sixteenth of the wait so far.
-        """
         now = self._clock()
         if scheduled or orders.commands or any(orders.verdicts):
             self._busy_at = now
-        return min(_MAX_NAP_S, (now - self._busy_at) * _NAP_SHARE)
+        self.nap_s = min(_MAX_NAP_S, (now - self._busy_at) * _NAP_SHARE)
+        return orders
 
     def finished(self, request_id: str, *, is_whole: bool) -> tuple[bool, dict[str, Any] | None]:
         """vLLM is through with a request: whether its blocks must stay until the workers say so,

@@ -162,7 +162,7 @@ def network() -> list[Finding]:
 def huge_pages() -> list[Finding]:
     """Whether Linux gives them when the NIXL backend asks for host memory that it registers."""
     enabled = _read(_HUGE_PAGES)
-    if "[never]" not in enabled and enabled:
+    if enabled and "[never]" not in enabled:
         return [Finding("huge pages", "ok", "for host memory that is registered")]
     detail = "none: copies between the processes of a host take a third longer"
     advice = f"echo madvise > {_HUGE_PAGES}" if enabled else ""
